@@ -1,0 +1,470 @@
+"""What becomes of a gang: ``step(run, gang, observation, now, epoch) -> action``.
+
+Purpose: the only place that decides. The trigger, the synchronous operator,
+the conformance tests, the property tests and simulation all run this function
+and differ only in who looks and who acts.
+
+What it does not do: no I/O, no clock, no chance. Time comes in as ``now``;
+jitter is drawn from the names of the attempts.
+
+Known limits: it sees one attempt at a time, because only one may live.
+
+The rules, in the order in which they are applied:
+
+1. A verdict ends it; success is absorbing. An older owner decides nothing.
+2. An attempt that every rank reports as succeeded has succeeded, whatever the
+   platform says of it (a job that exits 0 within a preemption's grace is
+   PREEMPTED and queued again on newer Slurms).
+3. An attempt is closed when the platform says that its ranks have ended; the
+   cause comes from the ranks' own records where there are some. "Succeeded"
+   without a record from every rank is not success.
+4. Every state has a limit; at the limit the attempt is stopped, with a notice.
+5. What follows an end is a matter of budgets, one per cause.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from airflow_gpu.gang.run import (
+    INFRASTRUCTURE,
+    Attempt,
+    Cause,
+    Observation,
+    Outcome,
+    Run,
+    State,
+    Verdict,
+)
+from airflow_gpu.gang.spec import Gang, Recovery
+
+EVIDENCE_LIMIT = 120.0
+"""Seconds that ranks' records may lag behind the platform's word that they ended."""
+
+STOP_LIMIT = 900.0
+"""Seconds after the grace within which the platform must confirm a stop."""
+
+TIME_LIMIT_SLACK = 120.0
+"""Seconds by which the platform's own time limit may be late before we stop the attempt ourselves."""
+
+FINISH_LIMIT = 300.0
+"""Seconds a platform may take to notice that every rank has ended well."""
+
+STOP_CAUSES: dict[str, Cause] = {
+    "user": Cause.STOPPED,  # mark failed, mark success, Clear, run set to failed
+    "superseded": Cause.STOPPED,  # a newer try of the task took over and starts again
+    "deadline": Cause.STOPPED,
+    "time_limit": Cause.TIMED_OUT,
+    "queued_too_long": Cause.QUEUED_TOO_LONG,
+    "not_started": Cause.NOT_STARTED,
+    "fruitless": Cause.FRUITLESS,
+    "preemptions": Cause.PREEMPTED,  # the platform requeued it more often than the budget allows
+    "finished": Cause.NO_EVIDENCE,  # every rank ended, the platform did not see it
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Journal attempt ``number`` and submit it."""
+
+    number: int
+    resume: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Submit a journalled attempt (again): create-if-absent, so this is safe."""
+
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Look at the current attempt, at the latest when ``until`` is reached."""
+
+    attempt: Attempt
+    until: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing runs; go on at ``until``."""
+
+    until: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStop:
+    """Journal that the attempt is to end. The cancelling follows from that."""
+
+    attempt: Attempt
+    reason: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Ask the target to end the attempt (again: replies get lost), then look."""
+
+    attempt: Attempt
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Fence the attempt, then journal that it is over."""
+
+    attempt: Attempt
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Journal the verdict."""
+
+    outcome: str
+    cause: Cause
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """There is a verdict."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Superseded:
+    """A newer owner has the run: this one leaves and touches nothing."""
+
+
+Action = Start | Submit | Watch | Wait | RequestStop | Cancel | Close | Finish | Done | Superseded
+
+
+def step(run: Run, gang: Gang, seen: Observation | None, now: float, epoch: int) -> Action:
+    """Decide what the owner ``epoch`` of the run does next.
+
+    :param run: the journal, folded.
+    :param gang: the request of this owner.
+    :param seen: the newest look at the current attempt, None if there was none yet.
+    :param now: seconds since the epoch.
+    :param epoch: the owner for whom the caller acts.
+    """
+    if run.verdict is not None and (run.verdict.success or run.verdict.epoch == run.epoch):
+        return Done(run.verdict)
+    if epoch != run.epoch:
+        return Superseded()
+    attempt = run.current
+    if attempt is None:
+        return _next(run, gang, now, epoch)
+    if _inherited(run, attempt) and attempt.stop is None:
+        return RequestStop(attempt, "superseded", "the task was cleared")
+    if seen is None or seen.attempt != attempt.number:
+        if attempt.submitted_at is None and attempt.stop is None:
+            return Submit(attempt)
+        return Watch(attempt)
+    return _judge(run, gang, attempt, seen, now)
+
+
+def _inherited(run: Run, attempt: Attempt) -> bool:
+    """The attempt is from before a Clear: it is ended, and another one goes on from its checkpoint."""
+    return any(owner.reason == "clear" and owner.epoch > attempt.epoch for owner in run.owners)
+
+
+# -- while an attempt lives ----------------------------------------------------------------------
+
+
+def _judge(run: Run, gang: Gang, attempt: Attempt, seen: Observation, now: float) -> Action:
+    if seen.whole_success:
+        return _finished(gang, attempt, seen, now)
+    if seen.state.ended:
+        return _ended(attempt, seen, now)
+    if attempt.stop is not None:
+        return _stopping(gang, attempt, seen, now)
+    end = deadline(run, gang)
+    if end is not None and now >= end:
+        return RequestStop(attempt, "deadline", f"the deadline passed while the gang was {seen.state.value}")
+    if seen.state is State.UNKNOWN:
+        limit = seen.since + gang.recovery.unknown_limit
+        if now >= limit:
+            return Finish(
+                "failed",
+                Cause.LOST_SIGHT,
+                f"{attempt.target} shows attempt {attempt.number} as {seen.native or 'nothing'!r} since "
+                f"{_span(now - seen.since)}: {seen.reason or 'not a state we know'}. It may still run; "
+                "nothing was started in its place.",
+            )
+        return Watch(attempt, _soonest(limit, end))
+    return _limits(run, gang, attempt, seen, now, end)
+
+
+def _finished(gang: Gang, attempt: Attempt, seen: Observation, now: float) -> Action:
+    """Every rank reports success: only the platform may still have to notice."""
+    assert seen.life is not None
+    if seen.state.ended:
+        return Close(attempt, _outcome(Cause.SUCCEEDED, seen, now, ""))
+    if attempt.stop is not None:
+        if seen.asked is not None and now >= seen.asked + gang.stop_grace + FINISH_LIMIT:
+            # Its ranks are over by their own word and the fence lets no other life begin.
+            return Close(attempt, _outcome(Cause.SUCCEEDED, seen, now, "the platform did not confirm the end"))
+        return Cancel(attempt, now + gang.stop_grace)
+    if seen.requeued:
+        return RequestStop(attempt, "finished", "every rank succeeded, but the platform queued the gang again")
+    limit = seen.since + (gang.recovery.unknown_limit if seen.state is State.UNKNOWN else FINISH_LIMIT)
+    if now >= limit:
+        return RequestStop(attempt, "finished", "every rank succeeded, but the platform still holds the gang")
+    return Watch(attempt, limit)
+
+
+def _ended(attempt: Attempt, seen: Observation, now: float) -> Action:
+    if seen.state is State.GONE and attempt.submitted_at is None:
+        if attempt.stop is None:
+            return Submit(attempt)
+        # Never acknowledged, not there: it cannot start any more once it is fenced.
+        return Close(attempt, _outcome(STOP_CAUSES.get(attempt.stop.reason, Cause.STOPPED), seen, now, attempt.stop.detail))
+    cause, detail = _cause(attempt, seen)
+    if cause is None:
+        if now < seen.since + EVIDENCE_LIMIT:
+            return Watch(attempt, seen.since + EVIDENCE_LIMIT)
+        cause = Cause.NO_EVIDENCE if seen.state is State.SUCCEEDED else Cause.NODE_LOST
+    return Close(attempt, _outcome(cause, seen, now, detail))
+
+
+def _cause(attempt: Attempt, seen: Observation) -> tuple[Cause | None, str]:
+    """Why it ended; None while a record that must come is still missing."""
+    reason = seen.reason or seen.native
+    if attempt.stop is not None:
+        return STOP_CAUSES.get(attempt.stop.reason, Cause.STOPPED), attempt.stop.detail
+    match seen.state:
+        case State.SUCCEEDED:
+            got = f"{seen.ranks_ok} of {seen.world_size} ranks" if seen.life else "no rank"
+            return None, f"the platform says success, but {got} left a record of success"
+        case State.PREEMPTED:
+            return Cause.PREEMPTED, reason
+        case State.NODE_LOST:
+            return Cause.NODE_LOST, reason
+        case State.TIMED_OUT:
+            return Cause.TIMED_OUT, reason
+        case State.OUT_OF_MEMORY:
+            return Cause.OUT_OF_MEMORY, reason
+        case State.CANCELLED:
+            return Cause.CANCELLED, reason or "ended by someone outside of Airflow"
+        case State.REJECTED:
+            return Cause.REJECTED, reason
+    # FAILED, or GONE after it was submitted: the ranks' own records say more.
+    if seen.notice:
+        return Cause.PREEMPTED, "ended after the platform's notice"
+    if seen.failure is not None:
+        by = {"node": Cause.NODE_LOST, "not_whole": Cause.NOT_WHOLE}.get(seen.failure.cause, Cause.APPLICATION)
+        return by, seen.failure.message
+    if seen.state is State.GONE:
+        return Cause.GONE, reason or "its object vanished from the target"
+    if seen.life is None:
+        return Cause.NOT_STARTED, f"the runtime never started: {reason}"
+    return None, f"a node ended without a word: {reason}"
+
+
+def _stopping(gang: Gang, attempt: Attempt, seen: Observation, now: float) -> Action:
+    """Ask until the platform says that it is over; each driver gives it the whole time anew."""
+    assert attempt.stop is not None
+    if seen.asked is None:
+        return Cancel(attempt, now + gang.stop_grace)
+    limit = seen.asked + gang.stop_grace + STOP_LIMIT
+    if now < limit:
+        return Cancel(attempt, min(limit, now + gang.stop_grace))
+    return Finish(
+        "failed",
+        Cause.LOST_SIGHT,
+        f"attempt {attempt.number} was told to end ({attempt.stop.reason}) {_span(now - attempt.stop.at)} ago, "
+        f"but {attempt.target} still shows it as {seen.native or seen.state.value!r}. It may still run.",
+    )
+
+
+def _limits(
+    run: Run, gang: Gang, attempt: Attempt, seen: Observation, now: float, end: float | None
+) -> Action:
+    """Every wait is bounded: stop at the limit of the state, else look again by then."""
+    recovery = gang.recovery
+    allowed = 0 if recovery.mode == "never" else recovery.preemptions
+    before = _spent(run, recovery, run.epoch, "preemptions")
+    if allowed is not None and seen.restart and before + seen.restart > allowed:
+        return RequestStop(
+            attempt, "preemptions", f"preempted {before + seen.restart} times, {allowed} allowed by recovery.preemptions"
+        )
+    if seen.fruitless >= recovery.fruitless:
+        return RequestStop(attempt, "fruitless", _fruitless(seen.fruitless, recovery))
+    if seen.state is State.QUEUED:
+        limit = seen.since + gang.placement.max_wait
+        reason, detail = "queued_too_long", f"waited longer than placement.max_wait ({_span(gang.placement.max_wait)})"
+    elif seen.state is State.STARTING or seen.life is None or seen.life.restart < seen.restart:
+        limit = seen.since + gang.placement.start_timeout
+        reason = "not_started"
+        detail = f"did not start within placement.start_timeout ({_span(gang.placement.start_timeout)})"
+    else:
+        limit = seen.life.at + gang.time_limit + TIME_LIMIT_SLACK
+        reason, detail = "time_limit", f"ran longer than time_limit ({_span(gang.time_limit)})"
+    if now >= limit:
+        return RequestStop(attempt, reason, detail)
+    return Watch(attempt, _soonest(limit, end))
+
+
+# -- between attempts ----------------------------------------------------------------------------
+
+
+def _next(run: Run, gang: Gang, now: float, epoch: int) -> Action:
+    owner = run.owner
+    assert owner is not None
+    last = run.attempts[-1] if run.attempts else None
+    if last is not None and last.outcome is not None and last.outcome.cause is Cause.SUCCEEDED:
+        return Finish("success", Cause.SUCCEEDED, "")
+    mine = run.of_epoch(epoch)
+    resume = owner.resume or any(a.epoch == epoch for a in run.attempts)
+    end = deadline(run, gang)
+    if last is None or not mine:
+        if end is not None and now >= end:
+            return Finish("failed", Cause.STOPPED, "the deadline had passed before the gang could start")
+        return Start(len(run.attempts) + 1, resume)
+    outcome = last.outcome
+    assert outcome is not None
+    stop = last.stop
+    if outcome.cause is Cause.STOPPED and stop is not None:
+        if stop.epoch < epoch or stop.reason == "superseded":
+            # An older owner's cancel, or ours of its attempt, is a lost attempt and not a verdict.
+            return Start(len(run.attempts) + 1, resume)
+        kind = "failed" if stop.reason == "deadline" else "cancelled"
+        return Finish(kind, Cause.STOPPED, stop.detail or f"stopped: {stop.reason}")
+    refusal = _refusal(run, gang.recovery, outcome, epoch)
+    if refusal is not None:
+        return Finish("failed", outcome.cause, refusal)
+    if end is not None and now >= end:
+        return Finish("failed", Cause.STOPPED, f"the deadline passed; the last attempt ended as {outcome.cause}")
+    streak = _streak(mine)
+    if streak >= gang.recovery.fruitless:
+        return Finish("failed", Cause.FRUITLESS, _fruitless(streak, gang.recovery))
+    at = outcome.at + _delay(gang.recovery, outcome.cause, streak, last.name)
+    if now < at:
+        return Wait(at if end is None else min(at, end), f"attempt {last.number} ended as {outcome.cause}")
+    return Start(len(run.attempts) + 1, resume)
+
+
+def _group(recovery: Recovery, cause: Cause) -> str | None:
+    """The budget that an end with this cause draws from; None if there is none."""
+    if cause is Cause.PREEMPTED:
+        return "preemptions"
+    if cause in INFRASTRUCTURE:
+        return "node_failures"
+    name = {Cause.APPLICATION: "application", Cause.OUT_OF_MEMORY: "out_of_memory"}.get(cause)
+    if name is not None and recovery.mode == "any" and getattr(recovery, name) == 0:
+        return "node_failures"
+    return name
+
+
+def _spent(run: Run, recovery: Recovery, epoch: int, group: str) -> int:
+    total = 0
+    for attempt in run.of_epoch(epoch):
+        outcome = attempt.outcome
+        if outcome is None:
+            continue
+        total += _group(recovery, outcome.cause) == group
+        if group == "preemptions":
+            total += outcome.restarts
+    return total
+
+
+def _refusal(run: Run, recovery: Recovery, outcome: Outcome, epoch: int) -> str | None:
+    """Why there is no further attempt after this end; None when there is one."""
+    group = _group(recovery, outcome.cause)
+    if group is None:
+        return outcome.detail or f"ended as {outcome.cause}"
+    allowed = 0 if recovery.mode == "never" else getattr(recovery, group)
+    if allowed is None:
+        return None
+    spent = _spent(run, recovery, epoch, group)
+    if spent <= allowed:
+        return None
+    why = outcome.detail or f"ended as {outcome.cause}"
+    if recovery.mode == "never" or allowed == 0:
+        return why
+    return f"{why} (recovery.{group}={allowed} is spent: {spent} ends of this kind)"
+
+
+def _streak(mine: tuple[Attempt, ...]) -> int:
+    """Ends in a row that left the run at the checkpoint where the one before had left it."""
+    streak = 0
+    newest = mine[-1].outcome
+    assert newest is not None
+    for attempt, before in zip(reversed(mine), [*reversed(mine[:-1]), None], strict=True):
+        outcome = attempt.outcome
+        assert outcome is not None
+        if outcome.checkpoint != newest.checkpoint:
+            break
+        previous = before.outcome if before is not None else None
+        if previous is not None and previous.checkpoint != newest.checkpoint:
+            break  # this one still got further
+        if previous is None and newest.checkpoint is not None:
+            break  # the first one of this owner, and it has a checkpoint: not known to be fruitless
+        streak += 1 + outcome.restarts
+    return streak
+
+
+def _delay(recovery: Recovery, cause: Cause, streak: int, name: str) -> float:
+    """Seconds before the next attempt: none after a preemption that cost no progress, else doubling."""
+    if cause is Cause.PREEMPTED and streak == 0:
+        return 0.0
+    base = float(min(recovery.backoff * 2.0 ** min(max(streak - 1, 0), 30), recovery.backoff_max))
+    # Up to a quarter more, fixed by the attempt's name: gangs that fail together do not return together,
+    # and two drivers of one run compute the same moment.
+    digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    return base * (1 + digest / 2**34)
+
+
+# -- helpers -------------------------------------------------------------------------------------
+
+
+def deadline(run: Run, gang: Gang) -> float | None:
+    """The moment by which this owner must be done: Airflow's limit, or placement.deadline from the run's start."""
+    owner = run.owner
+    ends = []
+    if owner is not None and owner.deadline is not None:
+        ends.append(owner.deadline)
+    if gang.placement.deadline is not None and run.owners:
+        ends.append(run.owners[0].at + gang.placement.deadline)
+    return min(ends) if ends else None
+
+
+def _outcome(cause: Cause, seen: Observation, now: float, detail: str) -> Outcome:
+    return Outcome(
+        cause=cause,
+        at=now,
+        detail=detail,
+        failure=None if cause is Cause.SUCCEEDED else seen.failure,
+        life=seen.life.number if seen.life else None,
+        checkpoint=seen.checkpoint,
+        restarts=seen.restart,
+    )
+
+
+def _fruitless(count: int, recovery: Recovery) -> str:
+    return (
+        f"{count} starts in a row got no further than the same checkpoint (recovery.fruitless={recovery.fruitless}); "
+        "save more often than the gang is interrupted, or raise the limit"
+    )
+
+
+def _soonest(*times: float | None) -> float | None:
+    known = [t for t in times if t is not None]
+    return min(known) if known else None
+
+
+def _span(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+StepFunction = Callable[[Run, Gang, Observation | None, float, int], Action]

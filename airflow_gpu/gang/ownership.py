@@ -1,0 +1,71 @@
+"""Whose run is it: how a start, a retry, a Clear, a crash and a re-created DAG run are told apart.
+
+Purpose: pure; what a try of a task instance may do with what an earlier try
+left behind. The facts it goes by, measured on Airflow 3.3:
+
+- a task instance's id changes with every try and with every Clear; a task that
+  is resumed from a deferral keeps it;
+- ``try_number`` only grows within one DAG run, and starts again at 1 when the
+  DAG run is deleted and re-created under the same id;
+- Clear raises ``max_tries``, except Clear of a *running* task, which looks like
+  a retry.
+
+What cannot be told apart is adopted: then nothing runs twice and nothing is
+killed that somebody wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from airflow_gpu.gang.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Try:
+    """One try of a task instance, as Airflow's context shows it."""
+
+    ti_id: str
+    try_number: int
+    max_tries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What this try does with the slot of its task instance.
+
+    ``action`` is ``new`` (a new incarnation), ``take`` (a new owner of the
+    newest incarnation) or ``same`` (it already is the owner). ``stop`` says
+    that what runs there is ended first, with a notice; ``resume`` that the
+    first attempt may start from a checkpoint.
+    """
+
+    action: str
+    reason: str
+    resume: bool = True
+    stop: bool = False
+
+
+def claim(run: Run | None, me: Try, on_clear: str) -> Claim:
+    """Decide for the newest incarnation of the slot; None when there is none.
+
+    :param on_clear: ``resume`` or ``fresh``, from ``Recovery``.
+    """
+    owner = run.owner if run is not None else None
+    if run is None or owner is None:
+        return Claim("new", "start")
+    if owner.ti_id == me.ti_id:
+        return Claim("same", owner.reason)
+    live = run.current is not None
+    if me.try_number <= owner.try_number:
+        # The DAG run was deleted and made again: another run, which must not inherit anything.
+        return Claim("new", "start", stop=live)
+    cleared = me.max_tries > owner.max_tries
+    if run.verdict is not None and run.verdict.success:
+        # A resume would end at once with the old result.
+        return Claim("new", "clear")
+    if cleared:
+        return Claim("take", "clear", resume=on_clear == "resume", stop=live)
+    if run.verdict is not None:
+        return Claim("take", "retry")
+    return Claim("take", "adopt")

@@ -1,0 +1,288 @@
+"""What is known of a run: its owners, attempts and lives, and what was just observed.
+
+Purpose: the nouns that :func:`airflow_gpu.gang.lifecycle.step` decides on. A
+:class:`Run` is the fold of a journal (``docs/run-directory.md``), an
+:class:`Observation` is one look at the target and the run directory.
+
+What it does not do: no I/O, no clock. All times are seconds since the epoch,
+given by whoever looked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+
+class State(StrEnum):
+    """Every native state of every system maps to exactly one of these.
+
+    A state that a target's table does not have is ``UNKNOWN``: kept, looked at
+    again, shown, bounded. It is never success and never a silent loop.
+    """
+
+    QUEUED = "queued"
+    STARTING = "starting"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    PREEMPTED = "preempted"
+    NODE_LOST = "node_lost"
+    TIMED_OUT = "timed_out"
+    OUT_OF_MEMORY = "out_of_memory"
+    CANCELLED = "cancelled"
+    REJECTED = "rejected"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+    @property
+    def ended(self) -> bool:
+        """The target says that no rank of the attempt runs or will run."""
+        return self in _ENDED
+
+
+_ENDED = frozenset(
+    {
+        State.SUCCEEDED,
+        State.FAILED,
+        State.PREEMPTED,
+        State.NODE_LOST,
+        State.TIMED_OUT,
+        State.OUT_OF_MEMORY,
+        State.CANCELLED,
+        State.REJECTED,
+        State.GONE,
+    }
+)
+
+
+class Cause(StrEnum):
+    """Why an attempt is over. Each has its own budget, see ``Recovery``."""
+
+    SUCCEEDED = "succeeded"
+    APPLICATION = "application"  # the user's code: an exit code or a signal nobody else sent
+    OUT_OF_MEMORY = "out_of_memory"
+    PREEMPTED = "preempted"
+    NODE_LOST = "node_lost"
+    NOT_WHOLE = "not_whole"  # not every node came to the barrier in time
+    NOT_STARTED = "not_started"  # the platform took longer than the start limit
+    GONE = "gone"  # its object vanished without a trace of how it ended
+    NO_EVIDENCE = "no_evidence"  # the platform says success, not every rank does
+    TIMED_OUT = "timed_out"
+    REJECTED = "rejected"
+    QUEUED_TOO_LONG = "queued_too_long"
+    FRUITLESS = "fruitless"  # too many attempts in a row that got no further
+    LOST_SIGHT = "lost_sight"  # the target could not be read for too long
+    CANCELLED = "cancelled"  # someone ended it outside of Airflow
+    STOPPED = "stopped"  # we ended it: a user's action or a deadline
+
+
+INFRASTRUCTURE = frozenset(
+    {
+        Cause.PREEMPTED,
+        Cause.NODE_LOST,
+        Cause.NOT_WHOLE,
+        Cause.NOT_STARTED,
+        Cause.GONE,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRef:
+    """A complete checkpoint: completed ``step`` of ``life``."""
+
+    life: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One entry of ``lives/``: an actual start of the ranks, or a fence."""
+
+    number: int
+    attempt: int
+    fence: bool = False
+    job: str = ""
+    restart: int = 0
+    nodes: int = 0
+    world_size: int = 0
+    start: CheckpointRef | None = None
+    at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first bad end in a life, as node 0 of the gang saw it."""
+
+    cause: str  # "rank", "node" or "not_whole"
+    rank: int | None = None
+    node: int | None = None
+    host: str = ""
+    exit_code: int | None = None
+    signal: str | None = None
+    tail: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended."""
+
+    cause: Cause
+    at: float
+    detail: str = ""
+    failure: Failure | None = None
+    life: int | None = None
+    checkpoint: CheckpointRef | None = None  # newest complete one that a next life would start from
+    restarts: int = 0  # how often the platform itself had started the attempt again
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A request that an attempt ends, with a notice first so that it can save."""
+
+    reason: str  # see lifecycle.STOP_CAUSES
+    at: float
+    epoch: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One submission of the gang to one target."""
+
+    number: int
+    name: str
+    target: str
+    at: float
+    epoch: int
+    channel: str = ""
+    resume: bool = True
+    first_life: int = 1
+    digest: str = ""
+    offer: dict[str, Any] = field(default_factory=dict)
+    platform_id: str | None = None
+    submitted_at: float | None = None
+    stop: Stop | None = None
+    outcome: Outcome | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.outcome is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """One try of the task instance that took the run over."""
+
+    epoch: int
+    ti_id: str
+    try_number: int
+    at: float
+    max_tries: int = 0
+    reason: str = "start"  # start, retry, clear, adopt
+    deadline: float | None = None
+    resume: bool = True  # may this owner's first attempt start from a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """An owner's answer to Airflow. ``success`` is absorbing."""
+
+    outcome: str  # success, failed, cancelled
+    cause: Cause
+    at: float
+    epoch: int
+    message: str = ""
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def success(self) -> bool:
+        return self.outcome == "success"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The journal, folded. Immutable; the journal's code makes the next one."""
+
+    owners: tuple[Owner, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    verdict: Verdict | None = None
+    seq: int = 0
+
+    @property
+    def owner(self) -> Owner | None:
+        return self.owners[-1] if self.owners else None
+
+    @property
+    def epoch(self) -> int:
+        return self.owners[-1].epoch if self.owners else 0
+
+    @property
+    def current(self) -> Attempt | None:
+        """The attempt that is not over, if there is one."""
+        if self.attempts and not self.attempts[-1].over:
+            return self.attempts[-1]
+        return None
+
+    def of_epoch(self, epoch: int) -> tuple[Attempt, ...]:
+        """Attempts that ended under this owner; an adopted one counts for the adopter."""
+        start = self.owners[epoch - 1].at if 0 < epoch <= len(self.owners) else 0.0
+        return tuple(
+            a for a in self.attempts if a.epoch == epoch or (a.outcome is not None and a.outcome.at >= start)
+        )
+
+    def with_attempt(self, attempt: Attempt) -> Run:
+        """This run with the attempt of that number put in place (or appended)."""
+        if attempt.number == len(self.attempts) + 1:
+            return replace(self, attempts=(*self.attempts, attempt))
+        done = list(self.attempts)
+        done[attempt.number - 1] = attempt
+        return replace(self, attempts=tuple(done))
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One look at one attempt: what the target says and what the run directory holds.
+
+    ``state`` is the target's word, mapped by its closed table. The rest is
+    evidence from the ranks themselves. ``state`` says "ended" only when no rank
+    of the attempt runs any more; while a platform is still stopping one, it is
+    ``RUNNING`` with ``ending`` set.
+    """
+
+    attempt: int
+    state: State
+    at: float
+    since: float  # when this state was first seen, by the platform's clock or the observer's
+    native: str = ""  # the platform's own word, for people
+    reason: str = ""  # one human sentence, where the platform gives one
+    ending: bool = False
+    platform_id: str = ""
+    restart: int = 0
+    life: Life | None = None  # the newest life of this attempt (never a fence)
+    world_size: int = 0
+    ranks_ok: int = 0  # ranks of that life with a record of exit code 0
+    ranks_ended: int = 0  # ranks of that life with any record of their end
+    notice: bool = False  # that life was given notice
+    failure: Failure | None = None  # of that life
+    checkpoint: CheckpointRef | None = None  # newest complete one that a next life would start from
+    step: int | None = None  # last progress reported by that life
+    fruitless: int = 0  # lives before that one, in a row, that started from the same checkpoint
+    asked: float | None = None  # since when this observer has asked the target to end the attempt
+
+    @property
+    def requeued(self) -> bool:
+        """The platform has taken the attempt back into its queue after its newest life."""
+        return (
+            self.life is not None
+            and self.restart > self.life.restart
+            and self.state in (State.QUEUED, State.STARTING)
+        )
+
+    @property
+    def whole_success(self) -> bool:
+        """Positive evidence of success from every rank."""
+        return self.life is not None and self.world_size > 0 and self.ranks_ok == self.world_size

@@ -1,0 +1,92 @@
+"""What Airflow is told of this package. Read at every start of every component: nothing is imported here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def get_provider_info() -> dict[str, Any]:
+    """Metadata by Airflow's ``provider_info.schema.json``."""
+    return {
+        "package-name": "airflow-gpu",
+        "name": "GPU gangs",
+        "description": "Gang-scheduled multi-node GPU steps that survive preemption.",
+        "integrations": [
+            {
+                "integration-name": "GPU gangs",
+                "external-doc-url": "https://github.com/airflow-gpu/airflow-gpu",
+                "tags": ["software"],
+            }
+        ],
+        "operators": [{"integration-name": "GPU gangs", "python-modules": ["airflow_gpu.operators.gang"]}],
+        "hooks": [{"integration-name": "GPU gangs", "python-modules": ["airflow_gpu.hooks.local"]}],
+        "triggers": [{"integration-name": "GPU gangs", "python-modules": ["airflow_gpu.triggers.gang"]}],
+        "connection-types": [
+            {
+                "connection-type": "gpu_local",
+                "hook-class-name": "airflow_gpu.hooks.local.LocalGangHook",
+                "hook-name": "GPU gangs: this machine",
+                "ui-field-behaviour": {
+                    "hidden-fields": ["host", "port", "login", "password", "schema", "extra"],
+                    "relabeling": {},
+                    "placeholders": {},
+                },
+                "conn-fields": {
+                    "path": _text("Folder", "Of the cluster's state, e.g. /var/lib/gangs. Default: ~/.airflow-gpu/local"),
+                    "nodes": _number("Nodes", "Into how many nodes the GPUs are split. Default: 1"),
+                    "gpus_per_node": _number("GPUs per node", "Empty: detected with nvidia-smi"),
+                    "accelerator": _text("Accelerator", "Its name, e.g. H100. Empty: detected"),
+                    "grace": _number("Grace (seconds)", "From the notice of a preemption to the kill. Default: 30"),
+                    "requeue": {
+                        "label": "Requeue",
+                        "description": "Start a preempted gang again by itself, as Slurm does",
+                        "schema": {"type": ["boolean", "null"]},
+                    },
+                    "python": _text("Python", "Interpreter for the ranks. Default: the one Airflow runs in"),
+                },
+            }
+        ],
+        "extra-links": [
+            "airflow_gpu.links.gang.LogsLink",
+            "airflow_gpu.links.gang.TargetLink",
+            "airflow_gpu.links.gang.CheckpointLink",
+        ],
+        "task-decorators": [{"name": "gang", "class-name": "airflow_gpu.decorators.gang.gang_task"}],
+        "config": {
+            "gpu": {
+                "description": "Gang-scheduled GPU steps",
+                "options": {
+                    "installation": _option(
+                        "Name of this Airflow installation: 1 to 32 of a-z, 0-9 and '-'. Required. It is part of "
+                        "every job's identity, so that two Airflows on one cluster never touch each other's jobs.",
+                        "prod",
+                    ),
+                    "state_uri": _option(
+                        "Root of the run directories' journals; every worker and triggerer must reach it. "
+                        "Default: file://$AIRFLOW_HOME/gangs",
+                        "s3://bucket/gangs",
+                    ),
+                    "state_conn_id": _option("Connection with the credentials of state_uri.", "aws_default"),
+                    "poll_interval": _option("Seconds between two looks at a target.", "5", "5"),
+                },
+            }
+        },
+    }
+
+
+def _text(label: str, description: str) -> dict[str, Any]:
+    return {"label": label, "description": description, "schema": {"type": ["string", "null"]}}
+
+
+def _number(label: str, description: str) -> dict[str, Any]:
+    return {"label": label, "description": description, "schema": {"type": ["integer", "null"]}}
+
+
+def _option(description: str, example: str, default: str = "") -> dict[str, Any]:
+    return {
+        "description": description,
+        "version_added": "0.1.0",
+        "type": "string",
+        "example": example,
+        "default": default,
+    }

@@ -1,0 +1,134 @@
+"""What the driver needs of Airflow and of this process: targets, watchers, secrets, stores.
+
+Purpose: builds the :class:`airflow_gpu.driver.World` for a worker or a
+triggerer. Targets and their watchers are shared by all gangs of a process, so
+that watching costs O(targets).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from airflow_gpu.compat import BaseHook
+from airflow_gpu.driver import World
+from airflow_gpu.hooks.target import build_target
+from airflow_gpu.rundir.store import Store
+from airflow_gpu.settings import Settings
+from airflow_gpu.targets.base import Target, TargetError
+from airflow_gpu.targets.watch import Watcher
+
+CONNECTION_AGE = 300.0
+"""Seconds after which a connection is read again, so that a changed one takes effect without a restart."""
+
+
+class _Shared:
+    """Targets and watchers of one event loop."""
+
+    def __init__(self) -> None:
+        self.targets: dict[str, tuple[float, str, Target]] = {}
+        self.watchers: dict[int, Watcher] = {}
+
+
+_SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
+
+
+def _shared() -> _Shared:
+    return _SHARED.setdefault(asyncio.get_running_loop(), _Shared())
+
+
+async def target(conn_id: str) -> Target:
+    """The target of a connection id; one object per connection and event loop."""
+    shared = _shared()
+    cached = shared.targets.get(conn_id)
+    if cached is not None and time.monotonic() - cached[0] < CONNECTION_AGE:
+        return cached[2]
+    try:
+        conn = await BaseHook.aget_connection(conn_id)
+    except Exception as error:
+        if cached is not None:
+            return cached[2]  # a metadata database that is away says nothing about the target
+        raise TargetError(
+            f"connection {conn_id!r} cannot be read ({error}). Create it in Airflow with a type such as 'gpu_local', "
+            f"or set AIRFLOW_CONN_{conn_id.upper()}"
+        ) from error
+    print_ = repr((conn.conn_type, conn.host, conn.port, conn.login, conn.password, conn.schema, conn.extra))
+    if cached is not None and cached[1] == print_:
+        found = cached[2]
+    else:
+        found = build_target(conn)
+    found.name = conn_id
+    shared.targets[conn_id] = (time.monotonic(), print_, found)
+    return found
+
+
+def _watcher(poll: float) -> Callable[[Target], Watcher]:
+    def watcher(of: Target) -> Watcher:
+        shared = _shared()
+        if id(of) not in shared.watchers:
+            shared.watchers[id(of)] = Watcher(of, poll)
+        return shared.watchers[id(of)]
+
+    return watcher
+
+
+async def state_store(given: Settings) -> Store:
+    """The store of the journals, with the credentials of ``[gpu] state_conn_id`` if that is set."""
+    if not given.state_conn_id:
+        return Store(given.state_uri)
+    conn = await BaseHook.aget_connection(given.state_conn_id)
+    return Store(given.state_uri, store_options(conn))
+
+
+def store_options(conn: Any) -> dict[str, Any]:
+    """Options of an object store from a connection: login and password as keys, extra as it is."""
+    options: dict[str, Any] = dict(conn.extra_dejson or {})
+    if conn.conn_type == "aws":
+        if conn.login:
+            options.setdefault("aws_access_key_id", conn.login)
+        if conn.password:
+            options.setdefault("aws_secret_access_key", conn.password)
+        for ours, theirs in (("region_name", "aws_region"), ("endpoint_url", "aws_endpoint")):
+            if ours in options:
+                options.setdefault(theirs, options.pop(ours))
+    return options
+
+
+async def resolve_secrets(references: Mapping[str, str]) -> dict[str, str]:
+    """Values of ``Gang.secrets``: ``conn:<id>#<field>`` and ``var:<name>``."""
+    values: dict[str, str] = {}
+    for name, reference in references.items():
+        kind, _, rest = reference.partition(":")
+        if kind == "var":
+            from airflow.sdk import Variable
+
+            values[name] = str(await asyncio.to_thread(Variable.get, rest))
+            continue
+        conn_id, _, field = rest.partition("#")
+        conn = await BaseHook.aget_connection(conn_id)
+        if field.startswith("extra."):
+            value = (conn.extra_dejson or {}).get(field[len("extra.") :])
+        else:
+            value = getattr(conn, field, None)
+        if value is None:
+            raise TargetError(f"secret {name}: connection {conn_id!r} has no {field!r}")
+        values[name] = str(value)
+    return values
+
+
+def airflow_world(given: Settings, say: Callable[[str], None], rank_log: Callable[[str], None]) -> World:
+    """The world of a worker or a triggerer."""
+    return World(
+        clock=time.time,
+        sleep=asyncio.sleep,
+        target=target,
+        channel_store=lambda of: Store(of.channel),
+        watcher=_watcher(given.poll),
+        secrets=resolve_secrets,
+        say=say,
+        rank_log=rank_log,
+        poll=given.poll,
+    )

@@ -1,0 +1,304 @@
+"""GangOperator: one task that is a gang.
+
+Purpose: takes a :class:`~airflow_gpu.gang.spec.Gang`, makes this try of the
+task the owner of its run, and lets the driver bring it to a verdict, in the
+trigger (default) or in the worker. Both run the same driver.
+
+What it does not do: hold the run. Everything that matters is in the run
+directory, so a worker or triggerer that dies loses nothing.
+
+Known limits: with ``deferrable=False``, a SIGTERM may be a person's kill or a
+worker that is drained. The gang is ended only when Airflow says that the task
+is no longer running; when it does not answer, the gang goes on and the next
+try adopts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from airflow_gpu.compat import (
+    AirflowException,
+    AirflowFailException,
+    BaseOperator,
+    default_deferrable,
+    task_state,
+)
+from airflow_gpu.gang.spec import Gang, GangError
+from airflow_gpu.links.gang import CheckpointLink, LogsLink, TargetLink
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+    from airflow_gpu.driver import Driver
+    from airflow_gpu.rundir.slot import Held
+    from airflow_gpu.settings import Settings
+
+KILL_ANSWER_LIMIT = 3.0
+"""Seconds for which a killed worker waits to hear why; the supervisor kills it hard soon after."""
+
+
+class GangFailed(AirflowException):
+    """The gang failed. ``record`` is the record of the run, as the XCom of a success would be."""
+
+    def __init__(self, message: str, record: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.record = dict(record or {})
+
+
+class GangOperator(BaseOperator):
+    """Run a gang: N nodes x M GPUs that start together or not at all, survive preemption, and are one task.
+
+    :param gang: what to run; a :class:`Gang`, or a dict of its fields. Every
+        text in it may be a Jinja template. (templated)
+    :param overrides: fields of the gang to set over ``gang``; ``env`` is
+        merged. This is what to ``expand`` for mapped tasks. (templated)
+    :param deferrable: drive the gang in the triggerer (default) or in the
+        worker.
+
+    The XCom is a small record: ``result`` (what rank 0 handed back),
+    ``attempts``, ``checkpoint``, ``cost``, ``placement``; see
+    :mod:`airflow_gpu.record`.
+
+    ``execution_timeout`` counts from the start of the try and holds while
+    deferred too. Airflow's ``retries`` are spent on errors of the user's code
+    alone; preemptions and lost nodes have budgets of their own
+    (:class:`Recovery`).
+
+    Example::
+
+        GangOperator(
+            task_id="train",
+            gang=Gang(nodes=2, gpus_per_node=8, command="python train.py", targets="slurm_h100"),
+        )
+    """
+
+    template_fields: Sequence[str] = ("gang", "overrides")
+    template_fields_renderers: ClassVar[dict[str, str]] = {"gang": "json", "overrides": "json"}
+    operator_extra_links = (LogsLink(), TargetLink(), CheckpointLink())
+    ui_color = "#76b900"
+    ui_fgcolor = "#000000"
+
+    def __init__(
+        self,
+        *,
+        gang: Gang | Mapping[str, Any],
+        overrides: Mapping[str, Any] | None = None,
+        deferrable: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        # Plain fields: Airflow renders nested objects by setattr, and a request is frozen.
+        made = gang if isinstance(gang, Gang) else Gang.from_fields(dict(gang), rendered=False)
+        self.gang = made.fields()
+        self.overrides = overrides
+        if isinstance(overrides, Mapping):
+            Gang.from_fields(_merge(self.gang, overrides), rendered=False)  # wrong fields are told when the DAG is parsed
+        self.deferrable = default_deferrable() if deferrable is None else deferrable
+        self._killed = False
+
+    # -- the request -----------------------------------------------------------------------------
+
+    def request(self) -> Gang:
+        """The gang as rendered, validated again, in a new object."""
+        try:
+            return Gang.from_fields(_merge(self.gang, self.overrides or {}))
+        except GangError as error:
+            raise AirflowFailException(f"after rendering, {error}") from error
+
+    # -- execution -------------------------------------------------------------------------------
+
+    def execute(self, context: Context) -> Any:
+        """Own the run, start it, then defer or drive it to the end here."""
+        from airflow_gpu.settings import settings
+
+        given = settings()
+        gang = self.request()
+        held = asyncio.run(self._begin(context, given, gang))
+        if isinstance(held, dict):
+            return self.execute_complete(context, held)
+        from airflow_gpu.triggers.gang import GangTrigger
+
+        self.defer(
+            trigger=GangTrigger(
+                state_uri=held.journal.store.uri,
+                path=held.journal.path,
+                epoch=held.epoch,
+                digest=gang.digest(),
+                state_conn_id=given.state_conn_id,
+            ),
+            method_name="execute_complete",
+        )
+
+    async def _begin(self, context: Context, given: Settings, gang: Gang) -> Held | dict[str, Any]:
+        """Become the owner; submit, and with ``deferrable=False`` go on to the end.
+
+        Answers the run to defer for, or the event of its verdict.
+        """
+        from airflow_gpu.driver import SupersededError
+        from airflow_gpu.record import event_of
+
+        held = await self._take(context, given, gang)
+        driver = self._driver(held, given, gang)
+        self._links(context, held)
+        watch = asyncio.create_task(self._watch_kill(context, driver))
+        try:
+            verdict = await driver.run(until_submitted=self.deferrable)
+        except SupersededError as error:
+            return {"outcome": "superseded", "message": str(error)}
+        finally:
+            watch.cancel()
+        return held if verdict is None else event_of(verdict)
+
+    async def _take(self, context: Context, given: Settings, gang: Gang) -> Held:
+        from airflow_gpu.gang.identity import RunKey
+        from airflow_gpu.gang.ownership import Try
+        from airflow_gpu.gang.run import Cause
+        from airflow_gpu.hooks.world import state_store
+        from airflow_gpu.rundir.slot import take
+
+        ti = context["ti"]
+        key = RunKey(given.installation, ti.dag_id, ti.run_id, ti.task_id, -1 if ti.map_index is None else ti.map_index)
+        me = Try(str(ti.id), ti.try_number, ti.max_tries or 0)
+        deadline = None
+        if self.execution_timeout is not None:
+            started = ti.start_date.timestamp() if ti.start_date else time.time()
+            deadline = started + self.execution_timeout.total_seconds()
+        store = await state_store(given)
+        while True:
+            held = await take(
+                store,
+                key,
+                me,
+                on_clear=gang.recovery.on_clear,
+                gang=json.loads(gang.to_json()),
+                digest=gang.digest(),
+                deadline=deadline,
+                now=time.time(),
+            )
+            if not (held.claim.action == "new" and held.claim.stop):
+                self.log.info("%s: %s, owner %d of %s", held.claim.reason, held.claim.action, held.epoch,
+                              held.journal.path)
+                return held
+            self.log.info("an earlier DAG run of this name still has a gang; ending it first")
+            before = Gang.from_json(json.dumps(held.journal.gang_of(held.epoch)))
+            driver = self._driver(held, given, before)
+            await driver.stop("user", "its DAG run was deleted and made again")
+            verdict = await driver.run()
+            if verdict is not None and verdict.cause is Cause.LOST_SIGHT:
+                raise GangFailed(f"the gang of an earlier DAG run of this name is not known to be over: {verdict.message}")
+
+    def _driver(self, held: Held, given: Settings, gang: Gang) -> Driver:
+        from airflow_gpu.driver import Driver
+        from airflow_gpu.hooks.world import airflow_world
+
+        world = airflow_world(given, self.log.info, self.log.info)
+        return Driver(held.journal, held.key, held.incarnation, gang, epoch=held.epoch, world=world)
+
+    def _links(self, context: Context, held: Held) -> None:
+        """What the extra links point to; they are computed here, because links are read from XCom."""
+        from airflow_gpu.links.gang import addresses
+
+        for key, address in addresses(held.key).items():
+            context["ti"].xcom_push(key=key, value=address)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:
+        """Answer Airflow with the verdict: the record as XCom, or an error that says what happened."""
+        if event.get("record"):
+            context["ti"].xcom_push(key="gang", value=event["record"])
+        return answer(event)
+
+    def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
+        """As in Airflow; a trigger that failed or timed out does not leave its gang behind."""
+        from airflow.sdk.exceptions import TaskDeferralError, TaskDeferralTimeout
+
+        try:
+            return super().resume_execution(next_method, next_kwargs, context)
+        except (TaskDeferralError, TaskDeferralTimeout) as error:
+            self.log.error("the trigger ended without a verdict (%s); ending the gang", error)
+            asyncio.run(self._end(context, f"the trigger ended without a verdict: {error}"))
+            raise
+
+    async def _end(self, context: Context, why: str) -> None:
+        from airflow_gpu.settings import settings
+
+        given = settings()
+        held = await self._take(context, given, self.request())
+        await self._driver(held, given, self.request()).stop("user", why)
+
+    def on_kill(self) -> None:
+        """A SIGTERM came. Called within a signal handler, where asking Airflow could deadlock: only a flag is set."""
+        self._killed = True
+
+    async def _watch_kill(self, context: Context, driver: Driver) -> None:
+        """After a SIGTERM: end the gang if a person ended the task; leave it when that cannot be found out."""
+        while not self._killed:
+            await asyncio.sleep(0.2)
+        ti = context["ti"]
+        map_index = -1 if ti.map_index is None else ti.map_index
+        try:
+            state = await asyncio.wait_for(
+                asyncio.to_thread(task_state, ti.dag_id, ti.run_id, ti.task_id, map_index), KILL_ANSWER_LIMIT
+            )
+        except Exception as error:
+            self.log.warning("SIGTERM, and Airflow does not say why (%r): the gang goes on", error)
+            raise SystemExit(143) from None
+        if state == "running":
+            self.log.info("SIGTERM, but the task is still running for Airflow: the gang goes on, the next try adopts it")
+        else:
+            await driver.stop("user", f"the task was ended by a user's action (it is {state or 'cleared'} now)")
+        raise SystemExit(143)
+
+
+def _merge(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``fields`` with ``overrides`` over them; ``env`` is merged, the rest replaced."""
+    merged = {**fields, **overrides}
+    if isinstance(overrides.get("env"), Mapping) and isinstance(fields.get("env"), Mapping):
+        merged["env"] = {**fields["env"], **overrides["env"]}
+    programs = ("command", "script", "function")
+    if any(overrides.get(name) for name in programs):
+        merged.update({name: None for name in programs if not overrides.get(name)})
+    return merged
+
+
+def answer(event: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a successful run.
+
+    :raises AirflowFailException: no retry could help (the request was rejected).
+    :raises GangFailed: anything else; Airflow's retries apply.
+    """
+    from airflow_gpu.gang.run import Failure
+    from airflow_gpu.record import explain_failure
+
+    record = dict(event.get("record") or {})
+    outcome = event.get("outcome")
+    if outcome == "success":
+        return record
+    if outcome == "superseded":
+        raise GangFailed(f"this try no longer has the run: {event.get('message')}")
+    lines = [f"the gang {outcome or 'ended without a verdict'} ({event.get('cause')}): {event.get('message')}"]
+    attempts = record.get("attempts") or []
+    for item in attempts:
+        lives = ", ".join(
+            f"life {life['life']} " + (f"from step {life['from']['step']}" if life.get("from") else "from the beginning")
+            for life in item.get("lives", [])
+        )
+        lines.append(f"  attempt {item['attempt']} on {item['target']}: {item['cause'] or 'not over'}; {lives or 'never started'}")
+    if record.get("checkpoint"):
+        lines.append(f"  newest checkpoint: step {record['checkpoint']['step']}; a retry resumes from it")
+    if record.get("run_dir"):
+        lines.append(f"  full logs of all ranks: {record['run_dir']}/lives")
+    failure = record.get("failure")
+    if failure:
+        known = {name: value for name, value in failure.items() if name in Failure.__dataclass_fields__}
+        lines.append(explain_failure(Failure(**known)))
+    message = "\n".join(lines)
+    if event.get("cause") == "rejected":
+        raise AirflowFailException(message)
+    raise GangFailed(message, record)

@@ -1,0 +1,253 @@
+"""The job's half of a run directory, as Airflow's side reads it: lives, ends of ranks, result, checkpoints.
+
+Purpose: turns files that ranks wrote into evidence for
+:func:`airflow_gpu.gang.lifecycle.step`, and writes the one thing that Airflow's
+side may add there: a fence.
+
+Limits: reads only what its caller asks for; how the files come about is the
+business of :mod:`airflow_gpu.runtime`. Formats: ``docs/run-directory.md``.
+A record that cannot be parsed is treated as not there yet: it is never
+evidence of success.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from airflow_gpu.gang.entries import iso, seconds
+from airflow_gpu.gang.run import CheckpointRef, Failure, Life
+from airflow_gpu.rundir.store import Exists, Missing, Store
+
+_LIFE = re.compile(r"^(\d{4,})\.json$")
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the ranks of the newest life of an attempt have written so far."""
+
+    life: Life | None = None
+    processes: int = 0  # ranks (or launchers) whose end must be recorded
+    ok: int = 0
+    ended: int = 0
+    nodes_reported: int = 0
+    notice: bool = False
+    failure: Failure | None = None
+    step: int | None = None
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint: CheckpointRef | None = None
+    fruitless: int = 0
+
+
+class Channel:
+    """The channel half of one run directory: ``path`` below ``store``."""
+
+    def __init__(self, store: Store, path: str) -> None:
+        self.store = store
+        self.path = path
+        self._lives: dict[int, Life] = {}
+        self._whole: dict[int, bool] = {}  # of lives that a newer one followed: did every rank succeed
+
+    @property
+    def uri(self) -> str:
+        return f"{self.store.uri.rstrip('/')}/{self.path}"
+
+    # -- lives and fences ------------------------------------------------------------------------
+
+    async def lives(self) -> list[Life]:
+        """All entries of ``lives/`` in order, fences included."""
+        found: list[Life] = []
+        for name in await self.store.names(f"{self.path}/lives"):
+            match = _LIFE.match(name)
+            if match is None:
+                continue
+            number = int(match[1])
+            if number not in self._lives:  # create-only: what was read once stays true
+                body = await self._read(f"lives/{name}")
+                if body is None:
+                    continue
+                self._lives[number] = _life(number, body)
+            found.append(self._lives[number])
+        return sorted(found, key=lambda life: life.number)
+
+    async def fence(self, attempt: int, first_life: int, reason: str, now: float) -> list[Life]:
+        """See to it that no further life of this attempt (or one before it) can be claimed.
+
+        Answers all entries as they stand behind the fence. A life that was
+        claimed before the fence stands is among them: the caller must look at
+        it before it calls the attempt over.
+        """
+        while True:
+            lives = await self.lives()
+            if any(life.fence and life.attempt >= attempt for life in lives):
+                return lives
+            number = max([life.number + 1 for life in lives] + [first_life])
+            body = {
+                "v": 1,
+                "kind": "fence",
+                "life": number,
+                "attempt": attempt,
+                "reason": reason,
+                "at": iso(now),
+                "writer": secrets.token_hex(8),
+            }
+            try:
+                await self.store.create(f"{self.path}/lives/{number:04d}.json", json.dumps(body).encode())
+            except Exists:
+                continue
+            return [*lives, _life(number, body)]
+
+    # -- evidence --------------------------------------------------------------------------------
+
+    async def evidence(self, attempt: int, *, ended: bool, known: Evidence | None = None) -> Evidence:
+        """What the newest life of the attempt has written.
+
+        :param ended: the platform says that the ranks have ended, so their
+            records are worth reading; before that only failure, notice and
+            progress are.
+        :param known: an earlier answer. Reading checkpoints walks the chain,
+            so while the ranks run it is kept from there.
+        """
+        lives = await self.lives()
+        mine = [life for life in lives if life.attempt == attempt and not life.fence]
+        real = [life for life in lives if not life.fence]
+        if not mine:
+            return Evidence(checkpoint=await self.newest_checkpoint(real))
+        # A platform may start a gang again that has just finished: a life that succeeded counts, not the newest.
+        for life in mine[:-1]:
+            # Records may lag, so the last one before the newest is read again until it is whole.
+            if not self._whole.get(life.number) and (life is mine[-2] or life.number not in self._whole):
+                self._whole[life.number] = _ok(life, await self._records(life)) == life.world_size
+        life = next((life for life in mine[:-1] if self._whole[life.number]), mine[-1])
+        root = f"lives/{life.number:04d}"
+        failure = await self._read(f"{root}/failure.json")
+        progress = await self._read(f"{root}/progress.json") or {}
+        notice = await self.store.exists(f"{self.path}/{root}/notice.json")
+        records: list[dict[str, Any]] = []
+        if ended or failure is not None or notice:
+            records = await self._records(life)
+        elif known is not None and known.life == life:
+            # Nothing has ended: the checkpoint matters at the end only.
+            return Evidence(
+                life=life,
+                processes=life.world_size,
+                notice=notice,
+                step=_int(progress.get("step")),
+                progress=progress,
+                checkpoint=known.checkpoint,
+                fruitless=known.fruitless,
+            )
+        ranks = [rank for record in records for rank in record.get("ranks", []) if isinstance(rank, dict)]
+        return Evidence(
+            life=life,
+            processes=life.world_size,
+            ok=_ok(life, records),
+            ended=len({r.get("rank") for r in ranks}),
+            nodes_reported=len(records),
+            notice=notice,
+            failure=_failure(failure),
+            step=_int(progress.get("step")),
+            progress=progress,
+            checkpoint=await self.newest_checkpoint(real),
+            fruitless=_fruitless(real),
+        )
+
+    async def _records(self, life: Life) -> list[dict[str, Any]]:
+        """How the ranks of each node ended, from the nodes that have said so."""
+        found = []
+        for name in await self.store.names(f"{self.path}/lives/{life.number:04d}/nodes"):
+            record = await self._read(f"lives/{life.number:04d}/nodes/{name}") if name.endswith(".json") else None
+            if record is not None:
+                found.append(record)
+        return found
+
+    async def result(self, life: int) -> bytes | None:
+        """What rank 0 handed back, as it was written; None when it handed back nothing."""
+        try:
+            return await self.store.get(f"{self.path}/lives/{life:04d}/result.json")
+        except Missing:
+            return None
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    async def newest_checkpoint(self, lives: Sequence[Life]) -> CheckpointRef | None:
+        """The checkpoint from which a next life would start: furthest complete one on the chain of ancestors.
+
+        Files are not hashed here; the runtime does that before it restores.
+        """
+        if not lives:
+            return None
+        newest = await self.checkpoints(lives[-1].number)
+        return newest[-1] if newest else lives[-1].start
+
+    async def checkpoints(self, life: int) -> list[CheckpointRef]:
+        """Complete checkpoints that this life wrote."""
+        root = f"{self.path}/checkpoints/{life:04d}"
+        found = []
+        for name in await self.store.names(root):
+            if name.startswith("."):
+                continue  # being written
+            manifest = await self._read(f"checkpoints/{life:04d}/{name}/manifest.json")
+            if manifest is not None and _int(manifest.get("step")) is not None:
+                found.append(CheckpointRef(life, int(manifest["step"])))
+        return sorted(found, key=lambda ref: ref.step)
+
+    async def _read(self, path: str) -> dict[str, Any] | None:
+        try:
+            body = json.loads(await self.store.get(f"{self.path}/{path}"))
+        except (Missing, ValueError):
+            return None
+        return body if isinstance(body, dict) else None
+
+
+def _life(number: int, body: Mapping[str, Any]) -> Life:
+    start = body.get("from")
+    return Life(
+        number=number,
+        attempt=int(body["attempt"]),
+        fence=body.get("kind") == "fence",
+        job=str(body.get("job", "")),
+        restart=int(body.get("restart", 0)),
+        nodes=int(body.get("nodes", 0)),
+        world_size=int(body.get("processes", body.get("world_size", 0))),
+        start=CheckpointRef(int(start["life"]), int(start["step"])) if start else None,
+        at=seconds(body["at"]) if body.get("at") else 0.0,
+    )
+
+
+def _ok(life: Life, records: Sequence[Mapping[str, Any]]) -> int:
+    """Ranks that ended well. None counts before all nodes have spoken: a gang of which one is missing did not succeed."""
+    if len({record.get("node") for record in records}) != life.nodes:
+        return 0
+    ranks = [rank for record in records for rank in record.get("ranks", []) if isinstance(rank, dict)]
+    return len({rank.get("rank") for rank in ranks if rank.get("exit_code") == 0})
+
+
+def _failure(body: Mapping[str, Any] | None) -> Failure | None:
+    if body is None:
+        return None
+    return Failure(
+        cause=str(body.get("cause", "rank")),
+        rank=_int(body.get("rank")),
+        node=_int(body.get("node")),
+        host=str(body.get("host") or ""),
+        exit_code=_int(body.get("exit_code")),
+        signal=str(body["signal"]) if body.get("signal") else None,
+        tail=str(body.get("tail") or ""),
+        message=str(body.get("message") or ""),
+    )
+
+
+def _fruitless(lives: Sequence[Life]) -> int:
+    """Lives before the newest that started, in a row, from the same checkpoint as it did."""
+    before = itertools.takewhile(lambda life: life.start == lives[-1].start, reversed(lives[:-1]))
+    return sum(1 for _ in before)
+
+
+def _int(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,0 +1,452 @@
+"""Create-only files in one folder of a local file system, S3, Google Cloud Storage or Azure Blob.
+
+**Purpose.** Everything that decides what becomes of a gang is a file that can be created once and is
+never changed (`docs/run-directory.md`). This module is the one place that knows how each store does
+that, so that everything above it can say `create` and believe the answer.
+
+**How.** Reading, listing and deleting go through obstore. So does writing on object stores, where
+`create` is a conditional request that the server decides: `If-None-Match: *` on S3 and Azure,
+`x-goog-if-generation-match: 0` on Google Cloud Storage. On a local folder `create` writes a hidden
+`.tmp-*` file, flushes it to the disk and hard-links it to its name: the same steps as the runtime
+inside the job, with which it shares the files. obstore does not flush, and an empty journal entry after
+a power cut would be worse than none.
+
+**Limits.**
+
+- A store that ignores the condition would let two owners win. `Store.prove` finds that out. S3, Azure
+  and Google Cloud Storage were raced as versitygw, Azurite and fake-gcs-server (the last one behind a
+  front that translates Google's XML API), not as the clouds themselves: `prove` does that in your bucket.
+- A local folder needs hard links: NFS, Lustre, GPFS, CephFS have them, most FUSE mounts have not.
+- A create that was cut off (a time-out, a 5xx) is tried again; if the name is then taken, the file is
+  read, and it is ours if the bytes are the same. **So what is created must be unique to its writer**:
+  callers put a random writer id into it.
+- A `create` that is cancelled, or that fails with another error than `Exists`, may still have taken
+  effect: read before deciding anything.
+- A process forked from one that has used a `Store` cannot use any: obstore's threads do not survive a
+  fork, and it would wait for ever. It gets a `StoreError`. Spawned processes are fine.
+- obstore is called synchronously, in threads of this module. Its own coroutines let its threads touch
+  Python while the interpreter ends, which aborted about one short process in a hundred (exit by SIGABRT
+  after all work was done; pyo3-async-runtimes issue 40).
+
+**Example.**
+
+    store = Store("s3://bucket/airflow", {"region": "eu-central-1"})
+    try:
+        await store.create("v1/prod/journal/000001.json", entry)
+    except Exists:
+        entry = await store.get("v1/prod/journal/000001.json")
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+import obstore
+from obstore import exceptions as obstore_errors
+from obstore.store import LocalStore
+from tenacity import (
+    AsyncRetrying,
+    retry_if_exception_type,
+    stop_after_attempt,
+    stop_after_delay,
+    wait_random_exponential,
+)
+
+from airflow_gpu.rundir import _folder
+from airflow_gpu.rundir._folder import HIDDEN
+from airflow_gpu.rundir._opening import first_line, open_store, parse, passing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+T = TypeVar("T")
+
+TRIES = 8
+"""How often an operation is tried while the store answers with 5xx, 429 or not at all."""
+
+TRY_FOR = 60.0
+"""Seconds after which no further try is begun."""
+
+FIRST_WAIT, LONGEST_WAIT = 0.2, 5.0
+"""Seconds between tries: a random time below a bound that doubles from the first to the longest."""
+
+THREADS = 32
+"""How many operations of one process are under way at once; further ones wait their turn."""
+
+_SEGMENT = re.compile(r"[A-Za-z0-9._=+-]+")
+_STAGED = re.compile(r"#\d+$")  # obstore's own unfinished files on a local folder
+
+
+_QUERY = re.compile(r"\?[\w.%-]+=[^\s\"',)<>]*")
+
+
+class StoreError(Exception):
+    """The store could not do it; the message says which store, which path and why."""
+
+
+class Exists(StoreError):
+    """Somebody else created this path first."""
+
+
+class Missing(StoreError):
+    """There is no such file."""
+
+
+class _Transient(StoreError):
+    """The same operation may well succeed a moment later."""
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One file as a listing shows it.
+
+    :param path: Path relative to the root of the store.
+    :param size: Size in bytes at the time of the listing.
+    """
+
+    path: str
+    size: int
+
+
+class Store:
+    """One folder on a local file system or in a bucket, with create-only files.
+
+    :param uri: `file:///folder` or `/folder`; `s3://bucket/prefix`; `gs://bucket/prefix`;
+        `az://container/prefix` or `abfs://container/prefix` with the option `account_name`;
+        `memory://name`, shared within one process, for tests.
+    :param options: Credentials, endpoint and HTTP client options by obstore's names (`access_key_id`,
+        `endpoint`, `allow_http`, ...). What is absent is read from the environment, as obstore does.
+        They appear in no error and no repr.
+    :raises StoreError: for a URI or options that cannot be used. Nothing is contacted yet.
+
+    Paths are relative, of segments of `A-Za-z0-9._=+-` joined by `/`; in this alphabet no store and no
+    layer of obstore escapes anything, so that a path is the same name everywhere.
+
+    A local folder is made by the first write. Folders get mode 0777 and files 0666, less the umask: where
+    the job runs as another user than Airflow, use a setgid folder and a umask of 0007; else 0077.
+
+    Example: `Store("/shared/airflow-gpu")`, `Store("s3://bucket/gangs", {"region": "eu-west-1"})`.
+    """
+
+    uri: str
+
+    def __init__(self, uri: str, options: Mapping[str, Any] | None = None) -> None:
+        try:
+            self.uri, self._folder = parse(uri)
+            if self._folder is None:
+                _check(urlsplit(self.uri).path.strip("/"), folder=True)
+        except ValueError as error:
+            raise StoreError(str(error)) from None
+        except StoreError as error:
+            raise StoreError(f"{uri!r}: {error}") from None
+        self._secrets = _values(options or {})
+        self._cached: Any = None
+        if self._folder is None:
+            try:
+                self._cached = open_store(self.uri, dict(options or {}))
+            except ValueError as error:
+                raise StoreError(self._redact(str(error))) from None
+        elif options:
+            raise StoreError(f"{self.uri}: a local folder takes no options, not {sorted(options)}")
+
+    def __repr__(self) -> str:
+        return f"Store({self.uri!r})"
+
+    # -- writing
+
+    async def create(self, path: str, data: bytes) -> None:
+        """Create a file with all of its content, unless the name is taken.
+
+        :raises Exists: if it is taken by another content.
+        :raises StoreError: if the store did not answer as it should. The file may then be there or not.
+
+        Limits: a try whose answer was lost is told from another writer's by comparing bytes, so `data`
+        must be unique to the writer. Meant for small files: it is sent as one request.
+        """
+        _check(path, writing=True)
+        uncertain = False  # whether an earlier try may have taken effect without our knowing
+
+        def once() -> None:
+            nonlocal uncertain
+            if self._folder is not None:
+                self._create_local(self._folder / path, path, data)
+                return
+            try:
+                obstore.put(self._reader(), path, data, mode="create", use_multipart=False)
+            except obstore_errors.AlreadyExistsError:
+                # S3 also answers 409 when two requests collide and neither has taken effect yet,
+                # which obstore reports just the same: so look.
+                try:
+                    found = self._get(path, 0, None)
+                except Missing:
+                    raise _Transient(f"{self.uri}: {path} is being written or removed by another") from None
+                if not (uncertain and found == data):
+                    raise Exists(f"{self.uri}: {path} exists") from None
+            except FileNotFoundError:
+                raise self._no_bucket() from None
+            except obstore_errors.BaseError as error:
+                uncertain = uncertain or passing(error)
+                raise
+
+        await self._retry(once, path)
+
+    async def put(self, path: str, data: bytes) -> None:
+        """Write a file whether or not it is there; a reader sees the old content or the new one.
+
+        Only for what decides nothing, such as progress: it is not flushed to the disk.
+
+        :raises StoreError: if it could not be written.
+        """
+        _check(path, writing=True)
+
+        def once() -> None:
+            if self._folder is not None:
+                _folder.replace(self._folder / path, data)
+                return
+            try:
+                obstore.put(self._reader(), path, data, use_multipart=False)
+            except FileNotFoundError:
+                raise self._no_bucket() from None
+
+        await self._retry(once, path)
+
+    # -- reading
+
+    async def get(self, path: str, start: int = 0, limit: int | None = None) -> bytes:
+        """Read a file, or `limit` bytes of it from byte `start`; what lies beyond its end is `b""`.
+
+        :raises Missing: if there is no such file.
+        :raises StoreError: if it could not be read.
+        """
+        _check(path)
+        if start < 0 or (limit is not None and limit < 0):
+            raise ValueError(f"a range begins at 0 or later, and has no negative length: {start}, {limit}")
+        return await self._retry(lambda: self._get(path, start, limit), path)
+
+    async def exists(self, path: str) -> bool:
+        """Whether there is a file of this path; a folder is not one."""
+        _check(path)
+
+        def once() -> bool:
+            try:
+                obstore.head(self._reader(), path)
+            except FileNotFoundError:
+                return False
+            return True
+
+        return await self._retry(once, path)
+
+    async def names(self, prefix: str = "") -> list[str]:
+        """The names directly below the folder `prefix`, of files and of folders, sorted.
+
+        Only a local folder can have empty folders.
+        """
+        _check(prefix, folder=True)
+
+        def once() -> list[str]:
+            try:
+                found = obstore.list_with_delimiter(self._reader(), prefix or None)
+            except FileNotFoundError:
+                if self._folder is None:
+                    raise self._no_bucket() from None
+                return []
+            paths = [*found["common_prefixes"], *(m["path"] for m in found["objects"] if _shown(m["path"]))]
+            return sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
+
+        return await self._retry(once, prefix)
+
+    async def list(self, prefix: str = "") -> list[Entry]:
+        """All files below the folder `prefix`, at any depth, sorted by path.
+
+        A folder is whole segments: `list("lives/0001")` has nothing of `lives/00012/`. Files that are
+        still being written are left out. A folder that is not there is empty.
+        """
+        _check(prefix, folder=True)
+
+        def once() -> list[Entry]:
+            try:
+                found = obstore.list(self._reader(), prefix or None).collect()
+            except FileNotFoundError:
+                if self._folder is None:
+                    raise self._no_bucket() from None
+                return []
+            return sorted(Entry(meta["path"], meta["size"]) for meta in found if _shown(meta["path"]))
+
+        return await self._retry(once, prefix)
+
+    # -- removing
+
+    async def delete(self, path: str) -> None:
+        """Remove a file; it is no error if there is none."""
+        _check(path)
+
+        def once() -> None:
+            try:
+                obstore.delete(self._reader(), path)
+            except FileNotFoundError:
+                pass
+
+        await self._retry(once, path)
+
+    async def delete_tree(self, prefix: str) -> None:
+        """Remove everything below the folder `prefix`, unfinished files too. Not atomic; can be repeated.
+
+        :raises StoreError: for the root itself, which is never removed.
+        """
+        _check(prefix)
+
+        def once() -> None:
+            if self._folder is not None:
+                _folder.remove_tree(self._folder / prefix)
+                return
+            found = obstore.list(self._reader(), prefix).collect()
+            if paths := [meta["path"] for meta in found]:
+                obstore.delete(self._reader(), paths)
+
+        await self._retry(once, prefix)
+
+    # -- proof
+
+    async def prove(self) -> None:
+        """Find out whether this store keeps the promise of `create`, by writing to it.
+
+        It creates a file, tries to create it again with another content, and lets several writers race
+        for a second one; then removes both. For a doctor command and for tests.
+
+        :raises StoreError: if a second writer was accepted, or if it cannot be written at all.
+
+        Limits: a store that checks first and writes later can pass by luck when it is fast. The schemes
+        accepted here were raced much harder, against the servers in `tests/beds/stores`.
+        """
+        from airflow_gpu.rundir.prove import prove
+
+        await prove(self)
+
+    # -- how
+
+    def _reader(self) -> Any:
+        """The obstore store to read from.
+
+        :raises FileNotFoundError: while the local folder does not exist.
+        """
+        if self._cached is None and self._folder is not None:
+            os.stat(self._folder)
+            self._cached = LocalStore(prefix=self._folder)
+        return self._cached
+
+    def _get(self, path: str, start: int, limit: int | None) -> bytes:
+        try:
+            store = self._reader()
+            if limit == 0:
+                obstore.head(store, path)
+                return b""
+            if start == 0 and limit is None:
+                return bytes(obstore.get(store, path).bytes())
+            if limit is None:
+                return bytes(obstore.get(store, path, options={"range": {"offset": start}}).bytes())
+            return bytes(obstore.get(store, path, options={"range": (start, start + limit)}).bytes())
+        except FileNotFoundError:
+            raise Missing(f"{self.uri}: no {path}") from None
+        except obstore_errors.GenericError as error:
+            # Each store words "beyond the end" in its own way; the size is the same everywhere.
+            if (start or limit is not None) and not passing(error):
+                size = obstore.head(store, path)["size"]
+                if start >= size:
+                    return b""
+            raise
+
+    async def _retry(self, once: Callable[[], T], path: str) -> T:
+        """Run `once` in a thread until it does not fail for a passing reason, within `TRIES` and `TRY_FOR`."""
+        async for attempt in AsyncRetrying(
+            retry=retry_if_exception_type(_Transient),
+            stop=stop_after_attempt(TRIES) | stop_after_delay(TRY_FOR),
+            wait=wait_random_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT),
+            reraise=True,
+        ):
+            with attempt:
+                try:
+                    return await asyncio.get_running_loop().run_in_executor(_threads(), once)
+                except (obstore_errors.BaseError, OSError) as error:
+                    raise self._explain(error, path) from None
+        raise AssertionError("tenacity ends with a result or an error")
+
+    def _explain(self, error: Exception, path: str) -> StoreError:
+        """The `StoreError` for an error of obstore or the operating system, without any secret."""
+        text = f"{self.uri}: {path}: {first_line(error)}" if path else f"{self.uri}: {first_line(error)}"
+        kind = _Transient if passing(error) else StoreError
+        return kind(self._redact(text))
+
+    def _no_bucket(self) -> StoreError:
+        return StoreError(f"{self.uri}: the bucket or container does not exist")
+
+    def _create_local(self, target: Path, path: str, data: bytes) -> None:
+        try:
+            _folder.create(target, data)
+        except FileExistsError:
+            raise Exists(f"{self.uri}: {path} exists") from None
+        except OSError as error:
+            if error.errno in _folder.NO_LINKS:
+                raise StoreError(
+                    f"{self.uri}: this file system has no hard links ({error.strerror}), which "
+                    "create-only files need; use a folder on another one, or an object store"
+                ) from None
+            raise
+
+    def _redact(self, text: str) -> str:
+        text = _QUERY.sub("?...", text)  # a shared access signature travels in the query
+        for value in self._secrets:
+            text = text.replace(value, "***")
+        return text
+
+
+def _check(path: str, *, writing: bool = False, folder: bool = False) -> None:
+    """Refuse a path that some store would spell differently, or that would leave the root."""
+    if folder and path == "":
+        return
+    segments = path.split("/")
+    if not all(_SEGMENT.fullmatch(s) and s not in (".", "..") for s in segments):
+        raise StoreError(f"{path!r}: a path is segments of A-Z a-z 0-9 . _ = + - joined by single slashes")
+    if writing and segments[-1].startswith(HIDDEN):
+        raise StoreError(f"{path!r}: names that begin with {HIDDEN} are for unfinished files")
+
+
+def _shown(path: str) -> bool:
+    name = path.rpartition("/")[2]
+    return not (name.startswith(HIDDEN) or _STAGED.search(name))
+
+
+def _values(options: Mapping[str, Any]) -> list[str]:
+    """The option values that could be recognised in a message; `true` or a port number are no secrets."""
+    return [v for v in map(str, options.values()) if len(v) >= 6 and not v.startswith(("http:", "https:"))]
+
+
+_pool: ThreadPoolExecutor | None = None
+_forked_after_use = False
+
+
+def _threads() -> ThreadPoolExecutor:
+    """The threads of this process in which obstore and the file system are called.
+
+    A pool of its own, so that a store that hangs holds up no other user of the loop's default threads.
+    """
+    global _pool
+    if _forked_after_use:
+        raise StoreError("this process was forked from one that had used a store; start it by spawn instead")
+    if _pool is None:
+        _pool = ThreadPoolExecutor(THREADS, thread_name_prefix="airflow-gpu-store")
+    return _pool
+
+
+def _after_fork() -> None:
+    global _forked_after_use
+    _forked_after_use = _pool is not None
+
+
+os.register_at_fork(after_in_child=_after_fork)

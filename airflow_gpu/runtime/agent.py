@@ -1,0 +1,355 @@
+"""The agent of one node: claims (node 0) or joins a life, starts the ranks, and sees them to their end.
+
+Purpose: a target starts ``runtime.pyz agent job.json`` once on each node; this
+is what then happens on that node. What concerns the whole gang is decided by
+node 0 (:mod:`airflow_gpu.runtime.head`), with which every agent is connected,
+node 0's own too, so that there is one way for all.
+
+Limits: the exit code follows the table in ``docs/run-directory.md``. The first
+signal is a notice for the whole gang; further ones change nothing. An agent
+never ends its ranks because of a notice: that is up to them, and after the
+grace up to the platform.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from typing import Any, Callable, Dict, Optional, Tuple
+
+from airflow_gpu.runtime.checkpoint import life_folder
+from airflow_gpu.runtime.claim import Claim, NoLife, NotClaimed, await_life, claim, life_root
+from airflow_gpu.runtime.control import FLUSH_SECONDS, Server, control_address, listen
+from airflow_gpu.runtime.environment import Place, mpi_environment, node_environment, rank_environment
+from airflow_gpu.runtime.files import Folder
+from airflow_gpu.runtime.head import Head
+from airflow_gpu.runtime.job import Job, Node, Unusable
+from airflow_gpu.runtime.ranks import Processes, Rank
+from airflow_gpu.runtime.records import create_surely, failure_record, node_record
+from airflow_gpu.runtime.remote import Remote, write_tools
+from airflow_gpu.runtime.wire import AGENT, Link, Message, Refused, Unreachable
+from airflow_gpu.runtime.words import (
+    EXIT_FAILED,
+    EXIT_NOT_CLAIMED,
+    EXIT_NOT_WHOLE,
+    EXIT_PREEMPTED,
+    NOTICE_SIGNALS,
+    VERSION,
+    Log,
+)
+
+TICK_SECONDS = 1.0
+"""Longest sleep of the main loop."""
+
+LOST_GRACE = 10.0
+"""For ranks to end after node 0 was lost; they cannot save without it."""
+
+LOST_PAUSE = 2.0
+"""Before an agent says in failure.json that node 0 is lost: node 0 may know better, and be first."""
+
+ORPHANED = 137
+"""The guard is gone; as if killed with it."""
+
+RUNTIME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+"""What goes onto the ranks' PYTHONPATH: runtime.pyz itself."""
+
+
+class Agent:
+    """One node's agent. ``guard``: a descriptor that closes when the guard is gone (None: there is none)."""
+
+    def __init__(self, job: Job, node: Node, guard: Optional[int] = None) -> None:
+        self.job = job
+        self.node = node
+        self.log = Log(f"attempt {job.attempt} node {node.rank}")
+        self.channel = Folder(job.channel)
+        self.inbox: queue.SimpleQueue[Tuple[str, Any]] = queue.SimpleQueue()
+        self.processes = Processes(lambda rank: self.inbox.put(("ended", rank)))
+        self.claim: Claim
+        self.link: Optional[Link] = None
+        self.server: Optional[Server] = None
+        self.code: Optional[int] = None
+        self.noticed: Optional[str] = None
+        self.started = False
+        self.finishing = False
+        self.recorded = False
+        self.lost: Optional[str] = None
+        self.environment: Dict[str, str] = {}
+        self._guard = guard
+        self._tools = ""
+        self._remote = Remote(self.processes, self._send)
+        self._handlers: Dict[str, Callable[[Message], None]] = {
+            "start": self._on_start,
+            "notice": lambda m: self.processes.terminate(m["end"]),
+            "stop": lambda m: self.processes.stop(float(m["grace"])),
+            "finish": self._on_finish,
+            "exec": lambda m: self._remote.start(int(m["id"]), str(m["line"]), self.environment),
+            "kill": lambda m: self._remote.kill(int(m["id"]), signal.SIGTERM),
+            "over": self._on_over,
+        }
+
+    def run(self) -> int:
+        """Until all is over; answers the exit code."""
+        self._listen_to_signals()
+        if self._guard is not None:
+            threading.Thread(
+                target=self._watch_guard, args=(self._guard,), name="gang-guard", daemon=True
+            ).start()
+        try:
+            joined = self._join()
+            while self.code is None and joined:
+                self._turn()
+        except NotClaimed as error:
+            self.log(f"not claimed: {error}")
+            self.code = EXIT_NOT_CLAIMED
+        except Refused as error:
+            self.log(f"node 0 refuses this node: {error}")
+            self.code = EXIT_NOT_CLAIMED
+        except (NoLife, Unreachable) as error:
+            self.log(f"the gang is not whole: {error}")
+            self.code = EXIT_PREEMPTED if self._interrupted() else EXIT_NOT_WHOLE
+        finally:
+            self.processes.kill()
+            self._close()
+        return EXIT_PREEMPTED if self.code is None else self.code
+
+    # -- joining ----------------------------------------------------------------------------------
+
+    def _join(self) -> bool:
+        """Claim or find the life and connect to node 0. False when a notice came first."""
+        until = time.monotonic() + self.job.barrier_timeout
+        if self.node.rank == 0:
+            sock = listen(self.node.address)
+            address = control_address(sock, self.node.address)
+            self.claim = claim(self.channel, self.job, self.node, address, self.log)
+            start = self.claim.start
+            self.log(
+                f"life {self.claim.life} is claimed, "
+                + (f"from step {start.step} of life {start.life}" if start else "from the beginning")
+            )
+            self.server = Server(sock, self.log)
+            head = Head(self.channel, self.job, self.node, self.claim, self.server, self.log)
+            self.server.start(self.claim.token, head, head.begin)
+        else:
+            found = await_life(self.channel, self.job, self.node, until, self._interrupted)
+            if found is None:
+                self.log("a notice came before node 0 had claimed a life")
+                return False
+            self.claim = found
+        self.log.prefix = f"life {self.claim.life} node {self.node.rank}"
+        self.link = Link(
+            lambda m: self.inbox.put(("message", m)), lambda why: self.inbox.put(("lost", why)), beats=True
+        )
+        hello = {
+            "hello": AGENT,
+            "v": VERSION,
+            "index": self.node.rank,
+            "token": self.claim.token,
+            "life": self.claim.life,
+            "addr": self.node.address,
+            "host": self.node.host,
+        }
+        if self.node.rank == 0:  # claiming may have taken its time
+            until = time.monotonic() + self.job.barrier_timeout
+        self.link.open(self.claim.control, hello, until, self._interrupted)
+        self.link.start()
+        return True
+
+    def _interrupted(self) -> bool:
+        """A notice came while nothing listens to the inbox yet. It is put back for whoever listens next."""
+        try:
+            item = self.inbox.get_nowait()
+        except queue.Empty:
+            return False
+        self.inbox.put(item)
+        return item[0] in ("signal", "guard")
+
+    # -- the main loop ------------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        due = self.processes.due_in()
+        try:
+            kind, value = self.inbox.get(
+                timeout=TICK_SECONDS if due is None else min(TICK_SECONDS, due + 0.001)
+            )
+        except queue.Empty:
+            kind, value = "", None
+        if kind == "message":
+            handler = self._handlers.get(str(value.get("t")))
+            if handler is not None:
+                handler(value)
+        elif kind == "ended":
+            self._on_ended(value)
+        elif kind == "signal":
+            self._on_signal(value)
+        elif kind == "lost":
+            self._on_lost(value)
+        elif kind == "guard":
+            self.log("the guard is gone: everything is ended")
+            self.processes.kill()
+            self.code = ORPHANED
+            return
+        if self.processes.due_in() == 0.0:
+            stuck = self.processes.kill()
+            if stuck:
+                self.log(f"processes {stuck} do not die")
+        self.processes.reap()
+        self._record_if_ended()
+
+    def _on_start(self, m: Message) -> None:
+        self.started = True
+        try:
+            place = self._place(m)
+            secrets = self.job.secrets()
+            self.environment = node_environment(place, os.environ, secrets)
+            if self.job.launch == "head":
+                self.environment.update(mpi_environment(place, self.environment))
+            for local in range(self.job.processes_on(self.node.rank)):
+                if self.job.launch == "rank":
+                    number = self.node.rank * self.job.ranks_per_node + local
+                    env = rank_environment(place, self.environment, local)
+                else:
+                    number, env = self.node.rank, self.environment
+                log = self.channel.path(f"{life_root(self.claim.life)}/logs/rank-{number:05d}.log")
+                self.processes.start(number, local, self.job.command, env, log)
+        except (OSError, Unusable) as error:
+            self.log(f"the ranks cannot be started: {error}")
+            self._send({"t": "broken", "message": str(error), "started": len(self.processes.ranks)})
+            return
+        count = len(self.processes.ranks)
+        self.log(f"started {count} process{'' if count == 1 else 'es'}: {self.job.command[0]}")
+
+    def _place(self, m: Message) -> Place:
+        self._tools = tempfile.mkdtemp(prefix="gang-")
+        hostfile, hydra, rsh = write_tools(self._tools, self.job, m["nodes"], RUNTIME)
+        return Place(
+            job=self.job,
+            node=self.node,
+            life=self.claim.life,
+            control=self.claim.control,
+            token=self.claim.token,
+            start=m,
+            channel=self.channel.root,
+            checkpoints=self.channel.path(life_folder(self.claim.life)),
+            runtime=RUNTIME,
+            hostfile=hostfile,
+            hydra_hostfile=hydra,
+            rsh=rsh,
+        )
+
+    def _on_signal(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self.noticed is not None:
+            self.log(f"{name} again: the notice stands, nothing changes")
+            return
+        self.noticed = name
+        self.log(f"{name}: the platform gives notice")
+        self._send({"t": "notice", "signal": name, "node": self.node.rank})
+
+    def _on_ended(self, rank: Rank) -> None:
+        bad = rank.exit_code != 0
+        self._send(
+            {
+                "t": "ended",
+                "rank": rank.number,
+                "exit_code": rank.exit_code,
+                "signal": rank.signal,
+                "age": time.monotonic() - rank.ended_clock,
+                "tail": rank.tail() if bad else "",
+            }
+        )
+
+    def _on_lost(self, why: str) -> None:
+        self.log(f"node 0 is lost: {why}")
+        self.lost = why
+        self.finishing = True
+        if self.started:
+            self.processes.stop(min(LOST_GRACE, self.job.stop_grace))
+        else:
+            self.code = EXIT_FAILED if self.noticed is None else EXIT_PREEMPTED
+
+    def _on_finish(self, m: Message) -> None:
+        self.finishing = True
+
+    def _record_if_ended(self) -> None:
+        """Write down how this node's ranks ended, once they all have."""
+        if not self.started or self.recorded or self.processes.running():
+            return
+        if not self.finishing and (self.node.rank == 0 or not self.processes.ranks):
+            return  # node 0 says when: its record is the last, and a node without ranks ends with the others
+        self.recorded = True
+        self.processes.kill()  # what ranks left behind
+        ranks = [rank.to_dict() for _, rank in sorted(self.processes.ranks.items())]
+        create_surely(
+            self.channel,
+            f"{life_root(self.claim.life)}/nodes/{self.node.rank:04d}.json",
+            node_record(self.claim.life, self.node.rank, self.node.host, ranks),
+            self.log,
+        )
+        if self.lost is None:
+            self._send({"t": "done"})
+        else:
+            self._leave_lost()
+
+    def _leave_lost(self) -> None:
+        if self._all_good():
+            self.code = 0
+        elif self.noticed is not None:
+            self.code = EXIT_PREEMPTED
+        else:
+            self.code = EXIT_FAILED
+            time.sleep(LOST_PAUSE)
+            failure = {
+                "cause": "node",
+                "node": 0,
+                "message": f"node {self.node.rank} lost node 0: {self.lost}",
+            }
+            create_surely(
+                self.channel,
+                f"{life_root(self.claim.life)}/failure.json",
+                failure_record(self.claim.life, failure),
+                self.log,
+            )
+
+    def _on_over(self, m: Message) -> None:
+        code = int(m["code"])
+        # A node whose ranks all ended well has done its part, whatever became of the others.
+        self.code = 0 if self._all_good() else code
+        self.log(f"life {self.claim.life} is over ({m['kind']}); this node ends with {self.code}")
+
+    def _all_good(self) -> bool:
+        """Every process that this node should start has ended with 0; False for a node that starts none."""
+        ranks = self.processes.ranks.values()
+        return 0 < len(ranks) == self.job.processes_on(self.node.rank) and all(r.exit_code == 0 for r in ranks)
+
+    # -- helpers ------------------------------------------------------------------------------------
+
+    def _send(self, message: Message) -> None:
+        if self.link is not None:
+            self.link.send(message)
+
+    def _listen_to_signals(self) -> None:
+        numbers = [getattr(signal, name) for name in NOTICE_SIGNALS]
+        for number in numbers:
+            # SimpleQueue may be filled from a signal handler.
+            signal.signal(number, lambda number, frame: self.inbox.put(("signal", number)))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+
+    def _watch_guard(self, descriptor: int) -> None:
+        try:
+            os.read(descriptor, 1)
+        except OSError:
+            pass
+        self.inbox.put(("guard", None))
+
+    def _close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+        if self.server is not None:
+            self.server.join(FLUSH_SECONDS + 1.0)
+        if self._tools:
+            shutil.rmtree(self._tools, ignore_errors=True)

@@ -1,0 +1,280 @@
+"""Which checkpoint a life starts from, and which ones may go.
+
+Purpose: the ancestors rule. A life continues the newest earlier life: its
+furthest complete checkpoint; if it has none, the one that life itself started
+from, and so on down the chain. What a superseded life wrote after its
+successor had started is further than the chain allows, and never taken.
+
+Limits: a checkpoint whose files are not what its manifest says is passed over
+with a log line. Contents are hashed for at most ``VERIFY_SECONDS`` a claim;
+what that does not cover is hashed by the ranks when they restore, each its share.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+
+from airflow_gpu.runtime.files import Exists, Folder, to_json
+from airflow_gpu.runtime.manifest import (
+    BAD,
+    COMPLETE,
+    MANIFEST,
+    BadManifest,
+    Manifest,
+    contents_differ,
+    hash_files,
+    listing,
+    sizes_differ,
+)
+from airflow_gpu.runtime.words import VERSION, utc
+
+VERIFY_SECONDS = 60.0
+"""Longest time that a claim spends on hashing, over all candidates. The other nodes wait meanwhile."""
+
+SAVING = ".saving"
+"""``.<name>.saving`` beside a checkpoint: the handle began to save it. Gone once it is committed."""
+
+_DIGITS = re.compile(r"\d+")
+
+Report = Callable[[str], None]
+
+
+def life_folder(life: int) -> str:
+    """Below the channel: where a life's checkpoints are."""
+    return f"checkpoints/{life:04d}"
+
+
+def save_name(step: int) -> str:
+    """The folder of a checkpoint saved through the handle."""
+    return f"step-{step:09d}"
+
+
+def saving_mark(name: str) -> str:
+    return f".{name}{SAVING}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint: ``name`` below its life's folder, ``path`` on this node."""
+
+    life: int
+    step: int
+    name: str
+    path: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a life starts from. ``verified``: every byte of it was compared with its digest."""
+
+    life: int
+    step: int
+    name: str
+    path: str
+    verified: bool
+
+    def to_dict(self) -> Dict[str, Any]:
+        """The life's ``from``."""
+        return {"life": self.life, "step": self.step, "dir": f"{life_folder(self.life)}/{self.name}"}
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """An earlier life, as its entry says. ``start_life`` and ``start_step`` are its ``from``."""
+
+    life: int
+    start_life: Optional[int] = None
+    start_step: Optional[int] = None
+
+
+def complete(channel: Folder, life: int, report: Report) -> List[Found]:
+    """Checkpoints of a life that have a manifest, the furthest first. Their files are not looked at."""
+    return complete_in(channel, life_folder(life), life, report)
+
+
+def complete_in(channel: Folder, root: str, life: int, report: Report) -> List[Found]:
+    """The same for any folder below the channel."""
+    found: List[Found] = []
+    for name in channel.names(root):
+        path = channel.path(f"{root}/{name}")
+        try:
+            manifest = Manifest.load(path)
+        except (BadManifest, OSError) as error:
+            report(f"checkpoint {root}/{name} is passed over: its manifest {error}")
+            continue
+        if manifest is None:
+            continue
+        if os.path.exists(os.path.join(path, BAD)):
+            report(f"checkpoint {root}/{name} is passed over: a rank found it damaged ({BAD})")
+            continue
+        found.append(Found(life, manifest.step, name, path, manifest))
+    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.name), reverse=True)
+
+
+def candidates(channel: Folder, ancestors: Sequence[Ancestor], report: Report) -> Iterator[Found]:
+    """Down the chain, best first. ``ancestors``: the earlier lives in order of their numbers.
+
+    Normally the first is taken. The later ones are only for when it is
+    damaged: earlier checkpoints of the same life are ancestors as well, as
+    long as they are not further than where the chain left that life.
+    """
+    by_number = {ancestor.life: ancestor for ancestor in ancestors}
+    life, limit = (ancestors[-1].life if ancestors else None), None
+    while life is not None:
+        for checkpoint in complete(channel, life, report):
+            if limit is None or checkpoint.step <= limit:
+                yield checkpoint
+        ancestor = by_number.get(life)
+        if ancestor is None or ancestor.start_life is None or ancestor.start_life >= life:
+            return
+        life, limit = ancestor.start_life, ancestor.start_step
+
+
+def choose(channel: Folder, ancestors: Sequence[Ancestor], report: Report, seconds: float) -> Optional[Start]:
+    """The checkpoint to start from, or None. Spends at most ``seconds`` on hashing."""
+    until = time.monotonic() + seconds
+    for checkpoint in candidates(channel, ancestors, report):
+        where = f"checkpoint {life_folder(checkpoint.life)}/{checkpoint.name}"
+        files = checkpoint.manifest.files
+        wrong, whole = sizes_differ(checkpoint.path, files), False
+        if wrong is None:
+            wrong, whole = contents_differ(checkpoint.path, files, max(0.0, until - time.monotonic()))
+        if wrong is not None:
+            report(f"{where} is passed over: {wrong}")
+            continue
+        if not whole:
+            report(f"{where}: not all of it could be hashed in {seconds:.0f} s; the ranks do the rest")
+        return Start(checkpoint.life, checkpoint.step, checkpoint.name, checkpoint.path, whole)
+    return None
+
+
+def mark_bad(path: str, reason: str) -> None:
+    """So that no later life takes the checkpoint at ``path``."""
+    folder = Folder(path)
+    try:
+        folder.create(BAD, to_json({"v": VERSION, "reason": reason, "at": utc()}))
+    except Exists:
+        pass
+
+
+# -- checkpoints of programs that only take a folder from the environment ----------------------
+
+
+def step_in(name: str) -> Optional[int]:
+    """The last run of digits in a folder's name: ``checkpoint-500``, ``step_500``, ``epoch=3-step=500``."""
+    digits = _DIGITS.findall(name)
+    return int(digits[-1]) if digits else None
+
+
+def unfinished(channel: Folder, life: int) -> List[str]:
+    """Folders below a life's checkpoints that a program wrote and that have no manifest yet, the furthest last."""
+    root = life_folder(life)
+    names = channel.names(root)
+    found = []
+    for name in names:
+        path = channel.path(f"{root}/{name}")
+        if (
+            step_in(name) is not None
+            and saving_mark(name) not in names
+            and os.path.isdir(path)
+            and not os.path.islink(path)
+            and not os.path.exists(os.path.join(path, MANIFEST))
+        ):
+            found.append(name)
+    return sorted(found, key=lambda name: (step_in(name) or 0, name))
+
+
+def declared(channel: Folder, life: int) -> List[str]:
+    """Those of them that the program itself has called complete."""
+    root = life_folder(life)
+    return [
+        name
+        for name in unfinished(channel, life)
+        if os.path.exists(channel.path(f"{root}/{name}/{COMPLETE}"))
+    ]
+
+
+def seal(channel: Folder, life: int, name: str, world_size: int) -> Optional[Manifest]:
+    """Give a program's checkpoint its manifest. None when it has no files, or is gone by now."""
+    root = f"{life_folder(life)}/{name}"
+    path = channel.path(root)
+    try:
+        names = listing(path)
+        entries = hash_files(path, names)
+    except OSError:  # programs delete their older ones; perhaps just now
+        return None
+    if not entries:
+        return None
+    manifest = Manifest(life, step_in(name) or 0, world_size, tuple(entries), writer="program")
+    try:
+        channel.create(f"{root}/{MANIFEST}", to_json(manifest.to_dict()))
+    except Exists:
+        pass
+    return manifest
+
+
+# -- retention ---------------------------------------------------------------------------------
+
+
+def prune(
+    channel: Folder, life: int, keep: int, start: Optional[Start], ancestors: Sequence[int], report: Report
+) -> None:
+    """Let go of what no later life can need, after a commit of this life.
+
+    Of what was saved through the handle, the newest ``keep`` complete ones of
+    this life stay, and always what the life started from. Unfinished ones
+    before the newest go. Once this life has ``keep`` of its own, those of its
+    ``ancestors`` go as well. Programs that write their own checkpoints rotate
+    their own: those are never touched.
+    """
+    own = [
+        checkpoint for checkpoint in complete(channel, life, report) if checkpoint.manifest.writer == "api"
+    ]
+    for checkpoint in own[max(1, keep) :]:
+        _remove(channel, life, checkpoint.name, report)
+    if own:
+        _remove_partial(channel, life, own[0].step, report)
+    if len(own) < keep:
+        return
+    for ancestor in ancestors:
+        for checkpoint in complete(channel, ancestor, lambda _: None):
+            kept = start is not None and (start.life, start.name) == (ancestor, checkpoint.name)
+            if checkpoint.manifest.writer == "api" and not kept:
+                _remove(channel, ancestor, checkpoint.name, report)
+        _remove_partial(channel, ancestor, None, report)
+
+
+def _remove_partial(channel: Folder, life: int, before: Optional[int], report: Report) -> None:
+    root = life_folder(life)
+    for mark in channel.names(root):
+        if not (mark.startswith(".") and mark.endswith(SAVING)):
+            continue
+        name = mark[1 : -len(SAVING)]
+        step = step_in(name)
+        if os.path.exists(channel.path(f"{root}/{name}/{MANIFEST}")):
+            _forget(channel.path(f"{root}/{mark}"))  # committed; only the mark was left behind
+        elif before is None or (step is not None and step < before):
+            _remove(channel, life, name, report)
+            _forget(channel.path(f"{root}/{mark}"))
+
+
+def _remove(channel: Folder, life: int, name: str, report: Report) -> None:
+    path = channel.path(f"{life_folder(life)}/{name}")
+    # The manifest first: half of a checkpoint must not look like one.
+    _forget(os.path.join(path, MANIFEST))
+    shutil.rmtree(path, ignore_errors=True)
+    if os.path.exists(path):
+        report(f"could not remove the old checkpoint {life_folder(life)}/{name}")
+
+
+def _forget(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass

@@ -1,0 +1,234 @@
+"""The job claims its own life: the next entry of ``lives/``, or it leaves.
+
+Purpose: nothing computes twice. A claim and a fence create the *same next
+file*, so they cannot both succeed; a twin that was submitted anyway, a job that
+starts after its successor, a second start of the same restart: each finds an
+entry that tells it to leave. The four rules are in ``docs/run-directory.md``.
+
+Limits: an entry that cannot be read (a writer that died half-way on a store
+without hard links) might be a fence, so it makes the claim fail.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+from airflow_gpu.runtime.checkpoint import VERIFY_SECONDS, Ancestor, Start, choose, life_folder
+from airflow_gpu.runtime.files import Channel, Exists, Folder, Missing, Torn, read_json, to_json
+from airflow_gpu.runtime.job import Job, Node
+from airflow_gpu.runtime.words import VERSION, utc
+
+LIVES = "lives"
+
+LOOK_AGAIN = 0.25
+"""Seconds between a node's looks for the life that node 0 claims."""
+
+VERIFY_SHARE = 0.25
+"""Of the barrier's time-out: what a claim may spend on hashing at most, since the other nodes wait meanwhile."""
+
+_ENTRY = re.compile(r"^(\d{4,})\.json$")
+
+
+class NotClaimed(Exception):
+    """This job must not compute. The message says which entry says so."""
+
+
+class NoLife(Exception):
+    """Node 0 claimed no life in time."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of ``lives/``, of whatever kind."""
+
+    number: int
+    kind: str
+    attempt: int
+    job: str
+    restart: int
+    control: str
+    start: Optional[Tuple[int, int]]
+    reason: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"{LIVES}/{self.number:04d}.json"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A life that is ours. ``token`` opens its control channel; ``ancestors`` are the lives on its chain."""
+
+    life: int
+    control: str
+    token: str
+    start: Optional[Start] = None
+    ancestors: Tuple[int, ...] = ()
+
+    @property
+    def folder(self) -> str:
+        return life_root(self.life)
+
+
+def life_root(life: int) -> str:
+    """Below the channel: what belongs to one life."""
+    return f"{LIVES}/{life:04d}"
+
+
+def token_name(life: int) -> str:
+    """Where the secret of a life's control channel is; only the job's own user may read it."""
+    return f"{life_root(life)}/token"
+
+
+def numbers(channel: Channel) -> List[int]:
+    """Numbers of all entries, sorted. One listing, nothing is read."""
+    return sorted(int(match[1]) for match in map(_ENTRY.match, channel.names(LIVES)) if match)
+
+
+def entries(channel: Channel) -> List[Entry]:
+    """All entries in order. Raises NotClaimed when one cannot be read."""
+    found = []
+    for number in numbers(channel):
+        name = f"{LIVES}/{number:04d}.json"
+        try:
+            found.append(_entry(number, read_json(channel, name)))
+        except (Torn, Missing, KeyError, TypeError, ValueError):
+            raise NotClaimed(f"{name} cannot be read; it may be a fence") from None
+    return found
+
+
+def _entry(number: int, body: Dict[str, Any]) -> Entry:
+    start = body.get("from")
+    return Entry(
+        number=number,
+        kind=str(body.get("kind", "")),
+        attempt=int(body["attempt"]),
+        job=str(body.get("job", "")),
+        restart=int(body.get("restart", 0)),
+        control=str(body.get("control", "")),
+        start=(int(start["life"]), int(start["step"])) if start else None,
+        reason=str(body.get("reason", "")),
+    )
+
+
+def refuse(found: List[Entry], job: Job, node: Node) -> None:
+    """Rules 2 and 3. Raises NotClaimed."""
+    for entry in found:
+        if entry.attempt > job.attempt:
+            raise NotClaimed(
+                f"attempt {job.attempt} is over: {entry.where} belongs to attempt {entry.attempt}"
+            )
+        if entry.kind == "fence" and entry.attempt >= job.attempt:
+            raise NotClaimed(
+                f"attempt {job.attempt} is fenced by {entry.where} ({entry.reason or 'no reason given'})"
+            )
+        if entry.kind == "life" and entry.attempt == job.attempt:
+            if entry.job != node.job_id:
+                raise NotClaimed(f"job {node.job_id} is a twin: {entry.where} was claimed by job {entry.job}")
+            if entry.restart >= node.restart:
+                raise NotClaimed(
+                    f"restart {node.restart} of job {node.job_id} comes too late: "
+                    f"{entry.where} was claimed by its restart {entry.restart}"
+                )
+
+
+def ancestors_of(found: List[Entry], job: Job) -> List[Ancestor]:
+    """The earlier lives whose checkpoints count, in order.
+
+    With ``resume: false`` the attempt starts from nothing, but a restart of
+    this same attempt by its platform still goes on from the attempt's own lives.
+    """
+    lives = [e for e in found if e.kind == "life" and (job.resume or e.attempt == job.attempt)]
+    return [Ancestor(e.number, *(e.start or (None, None))) for e in lives]
+
+
+def claim(channel: Folder, job: Job, node: Node, control: str, report: Callable[[str], None]) -> Claim:
+    """Claim the next life for node 0, whose control channel listens at ``control`` (``host:port``).
+
+    Raises NotClaimed, OSError.
+    """
+    chosen_for: Optional[List[Ancestor]] = None
+    start: Optional[Start] = None
+    while True:
+        found = entries(channel)
+        refuse(found, job, node)
+        number = max([job.first_life, *(entry.number + 1 for entry in found)])
+        ancestors = ancestors_of(found, job)
+        if ancestors != chosen_for:  # hashing is dear: again only when a life came in between
+            seconds = min(VERIFY_SECONDS, VERIFY_SHARE * job.barrier_timeout)
+            start, chosen_for = choose(channel, ancestors, report, seconds), ancestors
+            continue  # the log may have moved on meanwhile
+        body = {
+            "v": VERSION,
+            "kind": "life",
+            "life": number,
+            "at": utc(),
+            "attempt": job.attempt,
+            "job": node.job_id,
+            "restart": node.restart,
+            "nodes": job.nodes,
+            "world_size": job.world_size,
+            "processes": job.processes,
+            "launch": job.launch,
+            "from": start.to_dict() if start else None,
+            "control": control,
+        }
+        try:
+            channel.create(f"{LIVES}/{number:04d}.json", to_json(body))
+        except Exists:
+            continue
+        # Beside the life and not in it: Airflow's side reads lives, perhaps as
+        # another user, and the secret is for this job's user only.
+        token = secrets.token_hex(32)
+        channel.create(token_name(number), token.encode(), private=True)
+        for folder in (f"{life_root(number)}/nodes", f"{life_root(number)}/logs", life_folder(number)):
+            channel.folder(folder)
+        return Claim(number, control, token, start, _chain(ancestors))
+
+
+def _chain(ancestors: List[Ancestor]) -> Tuple[int, ...]:
+    """Lives that this one descends from, the newest first; also those that saved nothing, or only half of one."""
+    by_number = {ancestor.life: ancestor for ancestor in ancestors}
+    chain: List[int] = []
+    at: Optional[int] = ancestors[-1].life if ancestors else None
+    while at is not None and at not in chain:
+        chain.append(at)
+        ancestor = by_number.get(at)
+        at = ancestor.start_life if ancestor is not None else None
+    return tuple(chain)
+
+
+def await_life(
+    channel: Channel, job: Job, node: Node, until: float, interrupted: Callable[[], bool]
+) -> Optional[Claim]:
+    """For the other nodes: the life that node 0 of this very start claims.
+
+    ``until``: of ``time.monotonic``. Answers None when ``interrupted`` says so.
+    Raises NoLife when it takes longer, NotClaimed when this start must leave.
+    """
+    while not interrupted():
+        found = entries(channel)
+        mine = [
+            entry
+            for entry in found
+            if (entry.kind, entry.attempt, entry.job, entry.restart)
+            == ("life", job.attempt, node.job_id, node.restart)
+        ]
+        if not mine:
+            refuse(found, job, node)
+        elif found[-1].number > mine[-1].number:
+            raise NotClaimed(f"{mine[-1].where} is over: {found[-1].where} came after it")
+        else:
+            try:
+                token = channel.read(token_name(mine[-1].number)).decode()
+                return Claim(mine[-1].number, mine[-1].control, token)
+            except Missing:
+                pass  # node 0 writes it right after the life
+        if time.monotonic() >= until:
+            raise NoLife(f"node 0 claimed no life for restart {node.restart} of job {node.job_id}")
+        time.sleep(LOOK_AGAIN)
+    return None

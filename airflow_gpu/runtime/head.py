@@ -1,0 +1,299 @@
+"""Node 0's decisions: who belongs to the gang, the barrier, notices, and what ranks ask for.
+
+Purpose: the control server's handler. It runs in the server's thread
+(:mod:`airflow_gpu.runtime.control`) and so needs no locks. How a life ends is
+the business of :mod:`airflow_gpu.runtime.ending`, how a save is committed that
+of :mod:`airflow_gpu.runtime.saves`.
+
+The phases of a life: ``gathering`` until every node is there, ``running``,
+``ending`` once ranks are told to stop, ``finishing`` when no process is left,
+``over``.
+
+Limits: what node 0 does not see is not decided here: a node 0 that dies is
+noticed by the other agents, which end their ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Callable, Dict
+
+from airflow_gpu.runtime.claim import Claim, numbers
+from airflow_gpu.runtime.control import Peer, Server, free_ports
+from airflow_gpu.runtime.ending import Ending
+from airflow_gpu.runtime.files import Folder
+from airflow_gpu.runtime.job import Job, Node
+from airflow_gpu.runtime.records import PROGRESS_SECONDS, Records
+from airflow_gpu.runtime.relay import Relay
+from airflow_gpu.runtime.saves import Saver, Saves
+from airflow_gpu.runtime.state import GATHERING, OVER, RUNNING, State, Tasks, Verdict
+from airflow_gpu.runtime.wire import AGENT, RANK, REMOTE, Message
+from airflow_gpu.runtime.words import (
+    EXIT_FAILED,
+    EXIT_NOT_CLAIMED,
+    EXIT_NOT_WHOLE,
+    EXIT_PREEMPTED,
+    Log,
+)
+
+LOOK_SECONDS = 5.0
+"""Between looks for a newer entry in ``lives/``, and for checkpoints that a program has called complete."""
+
+SUPERSEDED_GRACE = 5.0
+"""For ranks of a superseded life: nothing that they still write counts."""
+
+SHOWN_NODES = 16
+"""Nodes named in a message."""
+
+
+class Head:
+    """A :class:`airflow_gpu.runtime.control.Handler` that decides for one life."""
+
+    def __init__(self, channel: Folder, job: Job, node: Node, claim: Claim, server: Server, log: Log) -> None:
+        self._channel = channel
+        self._job = job
+        self._node = node
+        self._server = server
+        self._log = log
+        self._state = state = State(job, claim)
+        self._records = Records(channel, job, claim, log)
+        self._tasks = Tasks(server.loop, log)
+        self._decisions: Message = {"horizon": None, "saves": []}
+        self._relay = Relay(lambda: state.agents)
+        self._saves = Saves(
+            channel,
+            claim.life,
+            job.keep,
+            claim.start,
+            claim.ancestors,
+            self._savers,
+            self._world,
+            lambda: state.noticed,
+            log,
+            self._tasks.spawn,
+        )
+        self._ending: Ending
+        self._handlers: Dict[str, Callable[[Peer, Message], None]] = {}
+
+    def begin(self) -> None:
+        """First thing in the server's thread: the barrier's clock runs from here."""
+        ending = self._ending = Ending(
+            self._state, self._server, self._tasks, self._records, self._saves.abort, self._log
+        )
+        saves = self._saves
+        self._handlers = {
+            "ended": ending.ended,
+            "done": ending.done,
+            "failing": ending.failing,
+            "broken": self._on_broken,
+            "notice": self._on_notice,
+            "decide": self._on_decide,
+            "begin": lambda peer, m: saves.begin(peer.index, int(m["step"])),
+            "written": lambda peer, m: saves.written(peer.index, int(m["step"])),
+            "unsaved": lambda peer, m: saves.give_up(int(m["step"]), str(m["error"])),
+            "view": lambda peer, m: saves.viewed(peer.index, int(m["step"]), m.get("names")),
+            "hashed": lambda peer, m: saves.hashed(peer.index, int(m["step"]), m["files"]),
+            "progress": self._on_progress,
+            "result": self._on_result,
+            "bye": self._on_bye,
+            "exec": self._relay.start,
+            "output": self._relay.output,
+            "exit": self._relay.exit,
+        }
+        self._server.loop.call_later(self._job.barrier_timeout, self._not_whole)
+        self._tasks.spawn(self._look())
+        self._tasks.spawn(self._write_progress())
+
+    # -- peers --------------------------------------------------------------------------------
+
+    def joined(self, peer: Peer) -> Message:
+        state = self._state
+        if peer.kind == AGENT:
+            return self._agent_joined(peer)
+        if peer.kind == RANK and peer.index >= 0:
+            if state.phase != RUNNING:
+                return _refused(f"life {state.claim.life} is {state.phase}")
+            state.ranks[peer.index] = peer
+            return {"t": "welcome", "notice": state.noticed, "decisions": self._decisions}
+        return {"t": "welcome"} if peer.kind == REMOTE else _refused("not understood")
+
+    def _agent_joined(self, peer: Peer) -> Message:
+        state, hello = self._state, peer.hello
+        if hello.get("life") != state.claim.life or not 0 <= peer.index < self._job.nodes:
+            return _refused(f"this is life {state.claim.life} of {self._job.nodes} nodes")
+        if state.phase != GATHERING or peer.index in state.agents:
+            return _refused(f"node {peer.index} is here already, or the gang has begun")
+        state.agents[peer.index] = peer
+        self._log(
+            f"node {peer.index} ({hello.get('host')}) is here, {len(state.agents)} of {self._job.nodes}"
+        )
+        if len(state.agents) == self._job.nodes:
+            self._server.loop.call_soon(self._start)
+        return {"t": "welcome"}
+
+    def message(self, peer: Peer, message: Message) -> None:
+        handler = self._handlers.get(str(message.get("t")))
+        if handler is not None:
+            handler(peer, message)
+
+    def left(self, peer: Peer, reason: str) -> None:
+        state = self._state
+        if peer.kind == AGENT and state.agents.get(peer.index) is peer:
+            if state.phase == GATHERING:
+                del state.agents[peer.index]  # it may come again until the barrier's time is over
+            elif state.phase != OVER and peer.index not in state.done and peer.index not in state.lost:
+                self._relay.lost(peer.index)
+                self._ending.lost(peer.index, reason)
+        elif peer.kind == RANK and state.ranks.get(peer.index) is peer:
+            del state.ranks[peer.index]
+            self._saves.gone(peer.index, reason)
+            if peer.index == 0:
+                state.to_ranks({"t": "leaderless"})
+        elif peer.kind == REMOTE:
+            self._relay.left(peer)
+
+    def _savers(self) -> Dict[int, Saver]:
+        return {
+            rank: Saver(rank, int(peer.hello.get("node", 0)), peer.send)
+            for rank, peer in self._state.ranks.items()
+        }
+
+    def _world(self) -> int:
+        # Under mpirun only the program knows how many ranks there are.
+        told = [int(peer.hello.get("world", 0)) for peer in self._state.ranks.values()]
+        return max(told, default=self._job.world_size)
+
+    # -- the barrier --------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        state = self._state
+        if state.phase != GATHERING or len(state.agents) < self._job.nodes:
+            return
+        state.phase = RUNNING
+        master, jax = free_ports(2)
+        nodes = [state.agents[node].hello for node in range(self._job.nodes)]
+        start = state.claim.start
+        self._log(f"all {self._job.nodes} nodes are here; the ranks start")
+        state.to_agents(
+            {
+                "t": "start",
+                "master_addr": self._node.address,
+                "master_port": master,
+                "jax_port": jax,
+                "nodes": [{"addr": hello.get("addr"), "host": hello.get("host")} for hello in nodes],
+                "restore": None if start is None else {**start.to_dict(), "verified": start.verified},
+            }
+        )
+
+    def _not_whole(self) -> None:
+        if self._state.phase != GATHERING:
+            return
+        missing = [node for node in range(self._job.nodes) if node not in self._state.agents]
+        shown = ", ".join(map(str, missing[:SHOWN_NODES])) + (", ..." if len(missing) > SHOWN_NODES else "")
+        self._ending.never_started(
+            Verdict(
+                "not_whole",
+                EXIT_NOT_WHOLE,
+                f"nodes {shown} did not come within {self._job.barrier_timeout:g} s; nothing was started",
+            ),
+            {"cause": "not_whole", "node": missing[0] if missing else None},
+        )
+
+    def _on_broken(self, peer: Peer, m: Message) -> None:
+        """An agent cannot start its ranks."""
+        self._state.expected[peer.index] = int(m.get("started", 0))
+        if self._state.verdict is None:
+            message = f"node {peer.index} ({self._state.host(peer.index)}): {m.get('message', '')}"
+            self._ending.fail(EXIT_FAILED, message, {"cause": "node", "node": peer.index})
+        self._ending.changed()
+
+    # -- notices --------------------------------------------------------------------------------
+
+    def _on_notice(self, peer: Peer, m: Message) -> None:
+        """The platform has warned one node or rank, so all of them."""
+        state = self._state
+        if state.noticed or state.phase not in (GATHERING, RUNNING):
+            return
+        source = f"{m.get('signal', 'a signal')} to {peer.name}"
+        node = peer.index if peer.kind == AGENT else peer.hello.get("node")
+        state.noticed_at = self._server.loop.time()
+        self._log(f"notice: {source}")
+        self._tasks.write(self._records.notice, source, node)
+        if state.phase == GATHERING:
+            self._ending.never_started(
+                Verdict("preempted", EXIT_PREEMPTED, "a notice came before the gang was whole")
+            )
+            return
+        state.told_to_end = {
+            process
+            for process in range(self._job.processes)
+            if not self._ending.has_ended(process) and not self._uses_handle(process)
+        }
+        state.to_agents({"t": "notice", "end": sorted(state.told_to_end)})
+        state.to_ranks({"t": "notice"})
+
+    def _uses_handle(self, process: int) -> bool:
+        """Some rank of this process is connected, so it hears of the notice there."""
+        ranks = self._state.ranks
+        if self._job.launch == "rank":
+            return process in ranks
+        if self._job.launch == "head":
+            return bool(ranks)
+        return any(peer.hello.get("node") == process for peer in ranks.values())
+
+    # -- what ranks say ----------------------------------------------------------------------------
+
+    def _on_decide(self, peer: Peer, m: Message) -> None:
+        if peer.index == 0:
+            self._decisions = {
+                "horizon": m["horizon"],
+                "saves": [*self._decisions["saves"], *m["saves"]],
+            }
+            for rank, other in self._state.ranks.items():
+                if rank != 0:
+                    other.send(m)
+
+    def _on_progress(self, peer: Peer, m: Message) -> None:
+        if peer.index == 0:
+            self._records.note_progress(int(m["step"]), m.get("total"), dict(m.get("metrics") or {}))
+
+    def _on_result(self, peer: Peer, m: Message) -> None:
+        if peer.index == 0:
+            self._records.result = str(m["json"])
+        peer.send({"t": "result"})
+
+    def _on_bye(self, peer: Peer, m: Message) -> None:
+        if m.get("code") == EXIT_PREEMPTED:
+            self._state.left_after_save.add(peer.index)
+        peer.send({"t": "bye"})
+
+    # -- now and then --------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        """Is there a newer entry, has a program finished a checkpoint?"""
+        state = self._state
+        while state.phase != OVER:
+            await asyncio.sleep(LOOK_SECONDS)
+            try:
+                newest = max(await self._tasks.disk(numbers, self._channel), default=0)
+            except OSError as error:
+                self._log(f"the channel cannot be read: {error}")
+                continue
+            if newest > state.claim.life and state.verdict is None:
+                message = f"life {state.claim.life} is superseded: lives/{newest:04d}.json is there"
+                verdict = Verdict("superseded", EXIT_NOT_CLAIMED, message)
+                if state.phase == GATHERING:
+                    self._ending.never_started(verdict)
+                else:
+                    self._ending.stop(verdict, min(self._job.stop_grace, SUPERSEDED_GRACE))
+            elif state.phase == RUNNING:
+                self._tasks.spawn(self._tasks.disk(self._records.seal_declared))
+
+    async def _write_progress(self) -> None:
+        while self._state.phase != OVER:
+            await asyncio.sleep(PROGRESS_SECONDS)
+            await self._tasks.disk(self._records.write_progress)
+
+
+def _refused(why: str) -> Message:
+    return {"t": "refused", "message": why}

@@ -1,0 +1,130 @@
+"""What an attempt is given: the payload in the run directory, and the job for the target.
+
+Purpose: everything the ranks need is on the channel before the submit, so that
+neither the trigger nor the job ever needs the DAG file.
+
+What it does not do: secrets. They travel by the target's own route, never
+through the payload.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from airflow_gpu.gang.identity import RunKey, labels
+from airflow_gpu.gang.run import Attempt
+from airflow_gpu.gang.spec import Gang
+from airflow_gpu.rundir.channel import Channel
+from airflow_gpu.rundir.store import Exists
+from airflow_gpu.runtime.bundle import build
+from airflow_gpu.targets.base import Job, JobRef, Target
+
+PAYLOAD_VERSION = 1
+
+
+def payload_folder(attempt: int) -> str:
+    return f"payload/{attempt:04d}"
+
+
+def _in_job(target: Target, channel: Channel, attempt: int | None = None) -> str:
+    """The channel half (or a payload folder in it) as the ranks see it."""
+    root = f"{target.job_channel.rstrip('/')}/{channel.path}"
+    return root if attempt is None else f"{root}/{payload_folder(attempt)}"
+
+
+async def stage(
+    channel: Channel, target: Target, key: RunKey, incarnation: str, gang: Gang, attempt: Attempt
+) -> None:
+    """Write the payload of an attempt. Doing it again changes nothing: what was staged first stays."""
+    folder = _in_job(target, channel, attempt.number)
+    files: dict[str, bytes] = {"runtime.pyz": build()}
+    if gang.function is not None:
+        files["function.py"] = gang.function.source.encode()
+        files["function.json"] = json.dumps(gang.function.call).encode()
+        command = [target.python, "-m", "airflow_gpu.runtime.call", f"{folder}/function.py"]
+    elif gang.script is not None:
+        files["script.sh"] = gang.script.encode()
+        command = ["/bin/bash", "-euo", "pipefail", f"{folder}/script.sh"]
+    else:
+        command = list(gang.command or ())
+    body: dict[str, Any] = {
+        "v": PAYLOAD_VERSION,
+        "run": f"{key.dag_id}/{key.run_id}/{key.task_id}" + (f"[{key.map_index}]" if key.map_index >= 0 else ""),
+        "key": {
+            "installation": key.installation,
+            "dag_id": key.dag_id,
+            "run_id": key.run_id,
+            "task_id": key.task_id,
+            "map_index": key.map_index,
+            "incarnation": incarnation,
+        },
+        "attempt": attempt.number,
+        "name": attempt.name,
+        "first_life": attempt.first_life,
+        "resume": attempt.resume,
+        "channel": _in_job(target, channel),
+        "nodes": gang.nodes,
+        "ranks_per_node": gang.ranks,
+        "gpus_per_node": gang.gpus_per_node,
+        "launch": gang.launch,
+        "command": command,
+        "env": dict(gang.env),
+        "secrets_file": None,
+        "barrier_timeout": gang.barrier_timeout,
+        "stop_grace": gang.stop_grace,
+        "time_limit": gang.time_limit,
+        "checkpoint": {"interval": gang.checkpointing.interval, "keep": gang.checkpointing.keep},
+    }
+    # Last: a payload with a job.json is whole.
+    files["job.json"] = json.dumps(body, indent=1).encode()
+    for name, data in files.items():
+        try:
+            await channel.store.create(f"{channel.path}/{payload_folder(attempt.number)}/{name}", data)
+        except Exists:
+            continue
+
+
+def job_for(
+    channel: Channel,
+    target: Target,
+    key: RunKey,
+    incarnation: str,
+    gang: Gang,
+    attempt: Attempt,
+    secrets: Mapping[str, str],
+    exclude_hosts: tuple[str, ...] = (),
+) -> Job:
+    """The attempt, as the target is asked to run it."""
+    return Job(
+        name=attempt.name,
+        labels=labels(key, incarnation, attempt.number, attempt.digest),
+        attempt=attempt.number,
+        digest=attempt.digest,
+        nodes=gang.nodes,
+        gpus_per_node=gang.gpus_per_node,
+        ranks_per_node=gang.ranks,
+        payload=_in_job(target, channel, attempt.number),
+        channel=_in_job(target, channel),
+        time_limit=gang.time_limit,
+        accelerator=gang.accelerator,
+        cpus=gang.cpus,
+        memory=gang.memory,
+        image=gang.image,
+        priority=gang.priority,
+        env=dict(gang.env),
+        secrets=dict(secrets),
+        exclude_hosts=exclude_hosts,
+    )
+
+
+def ref_for(key: RunKey, incarnation: str, attempt: Attempt) -> JobRef:
+    """What finds the attempt's job again."""
+    return JobRef(
+        name=attempt.name,
+        labels=labels(key, incarnation, attempt.number, attempt.digest),
+        attempt=attempt.number,
+        digest=attempt.digest,
+        platform_id=attempt.platform_id,
+    )

@@ -1,0 +1,199 @@
+"""The Target protocol: how a gang is submitted, observed, stopped and priced in one place.
+
+Purpose: the small interface between the driver and a system (a Slurm
+partition, a Kubernetes queue, this machine). A new system is one folder with
+one class that has these five methods; what else it can do it says in
+:class:`Capabilities`, and planners ask for a capability, never for a system's
+name.
+
+What it does not do: decide. A target maps native states with one closed table
+and reports; what follows is the business of
+:func:`airflow_gpu.gang.lifecycle.step`. A target never imports Airflow: its
+hook gives it ready credentials.
+
+Known limits: ``observe`` is a bulk query; a target that can stream gives the
+same sightings more cheaply later, through a capability of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from airflow_gpu.gang.run import State
+from airflow_gpu.gang.spec import Gang
+
+
+class TargetError(Exception):
+    """The target could not be asked or did not answer properly. Says nothing about the gang."""
+
+
+class Rejected(TargetError):
+    """The target answered that it will never run this gang as asked. The message says why and what would do."""
+
+
+class NameTaken(TargetError):
+    """A job of that name exists and is not ours to adopt: another incarnation, another digest, or being deleted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A target + accelerator + provisioning + price + capacity + expected wait.
+
+    ``price_per_node_hour`` is in US dollars; 0 is fine when ``source`` says
+    that the owner declared it. ``free_nodes`` are nodes that could take this
+    gang now, None when the target cannot tell.
+    """
+
+    target: str
+    accelerator: str | None
+    provisioning: str  # owned, reserved, on_demand, spot
+    price_per_node_hour: float
+    source: str  # where price and capacity come from
+    at: float  # when they were read, seconds since the epoch
+    free_nodes: int | None = None
+    total_nodes: int | None = None
+    expected_wait: float | None = None  # seconds
+    reason: str = ""  # why the gang can never run here; empty when it can
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One attempt, as it is given to a target. Everything a target needs and nothing else.
+
+    ``name`` is a DNS label of at most 63 characters and the same for the same
+    attempt for ever: submitting is create-if-absent by it. ``labels`` go onto
+    the job (labels, comment, tags): installation, incarnation, attempt, key,
+    digest. ``argv`` is run once on each node, from any directory; it is the
+    runtime with the payload that lies at ``payload`` below the channel.
+    """
+
+    name: str
+    labels: Mapping[str, str]
+    attempt: int
+    digest: str
+    nodes: int
+    gpus_per_node: int
+    ranks_per_node: int
+    payload: str  # path (or URI) of the folder payload/<attempt>
+    channel: str  # path (or URI) of the channel half of the run directory
+    time_limit: float  # seconds
+    accelerator: str | None = None
+    cpus: float | None = None  # per node
+    memory: int | None = None  # bytes per node
+    image: str | None = None
+    priority: int = 0
+    env: Mapping[str, str] = field(default_factory=dict)  # no secrets; already in job.json, here for targets that show it
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # by the target's one named route, never shown
+    exclude_hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobRef:
+    """What is needed to find a job again, also after a crash: its name, and its platform id where known."""
+
+    name: str
+    labels: Mapping[str, str]
+    attempt: int
+    digest: str
+    platform_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """One job as the target shows it now.
+
+    ``state`` comes from the target's closed table; ``native`` is the system's
+    own word. A state for which ``state.ended`` holds may be reported only when
+    no rank runs any more: while a system is still stopping them (COMPLETING, a
+    pod that terminates) it is ``RUNNING`` with ``ending=True``. ``GONE`` means
+    the object is not there *and* nothing of it runs. ``blamed_hosts`` are
+    hosts to keep away from where the target can exclude nodes.
+    """
+
+    state: State
+    native: str
+    reason: str = ""
+    platform_id: str = ""
+    restart: int = 0  # how often the platform itself started it again
+    since: float | None = None  # of this state, seconds since the epoch, by the platform's clock
+    ending: bool = False
+    hosts: tuple[str, ...] = ()
+    blamed_hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LogChunk:
+    """Output of one rank. ``next`` is what to pass as ``since`` for what follows."""
+
+    text: str
+    next: str
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a target can do beyond the core. Planners and tests ask for these."""
+
+    notices: bool = False  # a preemption comes with a warning that reaches the ranks
+    requeues: bool = False  # the platform starts a preempted gang again by itself
+    excludes_hosts: bool = False
+    shared_path: bool = False  # the ranks see the channel as a folder
+    priorities: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Target(Protocol):
+    """One place that can run a gang. All methods may raise TargetError, and may be called by two drivers at once."""
+
+    name: str
+    capabilities: Capabilities
+
+    @property
+    def channel(self) -> str:
+        """Root URI of what both Airflow and the ranks reach, e.g. ``file:///shared/gangs``."""
+        ...
+
+    @property
+    def job_channel(self) -> str:
+        """The same place as the ranks see it: a folder, or a URI."""
+        ...
+
+    @property
+    def python(self) -> str:
+        """The interpreter with which a node starts the runtime, and a function its ranks."""
+        ...
+
+    async def submit(self, job: Job) -> str:
+        """Create the job if its name is free, else adopt the one that has it; answers the platform's id.
+
+        Adopting needs the same incarnation and digest in its labels and no
+        deletion under way, else NameTaken. Rejected when it can never run.
+        Submitting twice is safe; a reply that got lost is found by name.
+        """
+        ...
+
+    async def observe(self, jobs: Collection[JobRef]) -> Mapping[str, Sighting]:
+        """One sighting for each of the jobs, by name; one query for all of them, whatever their number."""
+        ...
+
+    async def cancel(self, job: JobRef, *, grace: float) -> None:
+        """Give notice, and end what still runs after ``grace`` seconds. Returns once that is on its way.
+
+        No error when it is over or gone. Calling it again never shortens the
+        grace. The end is seen by ``observe``.
+        """
+        ...
+
+    async def logs(self, job: JobRef, rank: int, life: int, since: str = "") -> LogChunk:
+        """Output of a rank of a life since a position; at most 64 KiB a call."""
+        ...
+
+    async def offers(self, gang: Gang) -> list[Offer]:
+        """What this target could give the gang, also when it never can (then with a reason)."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections. The target may be used again afterwards."""
+        ...

@@ -1,0 +1,115 @@
+"""The trigger that drives a gang while its task is deferred.
+
+Purpose: runs the driver until there is a verdict, through every preemption,
+without a worker, a pool slot or an Airflow retry.
+
+What it does not do: hold anything. Its arguments name a run directory and an
+owner; whatever it needs is there. No secrets, no DAG code.
+
+Known limits: handing a trigger over to another triggerer cancels it here with
+the same message as a user's action, so before it ends a gang it asks Airflow
+whether the task is still deferred, and the journal who owns the run. When that
+cannot be found out, the gang is left running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+KILL_ANSWER_LIMIT = 10.0
+"""Seconds that Airflow may take to say what became of the task."""
+
+
+class GangTrigger(BaseTrigger):
+    """Drives the run at ``state_uri``/``path`` for its owner ``epoch``.
+
+    :param state_uri: root of the journals.
+    :param path: the run directory below it.
+    :param epoch: the owner, see ``docs/run-directory.md``.
+    :param digest: of the request, for people who look at the trigger.
+    :param state_conn_id: connection with the credentials of ``state_uri``.
+    """
+
+    def __init__(self, state_uri: str = "", path: str = "", epoch: int = 0, digest: str = "",
+                 state_conn_id: str | None = None, **_: Any) -> None:
+        super().__init__()
+        # Stored as they come: an exception here would stop the whole triggerer, and a field that a newer
+        # version added must not (both: jobs/triggerer_job_runner.py, create_triggers).
+        self.state_uri = state_uri
+        self.path = path
+        self.epoch = epoch
+        self.digest = digest
+        self.state_conn_id = state_conn_id
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        """Class path and arguments; defaults are left out, so that an older version takes them too."""
+        arguments = {
+            "state_uri": self.state_uri,
+            "path": self.path,
+            "epoch": self.epoch,
+            "digest": self.digest,
+            "state_conn_id": self.state_conn_id,
+        }
+        return (
+            "airflow_gpu.triggers.gang.GangTrigger",
+            {name: value for name, value in arguments.items() if value not in ("", 0, None)},
+        )
+
+    async def _driver(self) -> Any:
+        from airflow_gpu.driver import Driver
+        from airflow_gpu.gang.spec import Gang
+        from airflow_gpu.hooks.world import airflow_world, state_store
+        from airflow_gpu.rundir.journal import Journal
+        from airflow_gpu.rundir.slot import read_run
+        from airflow_gpu.settings import settings
+
+        given = replace(settings(), state_uri=self.state_uri, state_conn_id=self.state_conn_id)
+        store = await state_store(given)
+        key, incarnation = await read_run(store, self.path)
+        journal = Journal(store, self.path)
+        await journal.refresh()
+        gang = Gang.from_json(json.dumps(journal.gang_of(self.epoch)))
+        world = airflow_world(given, self.log.info, self.log.info)
+        return Driver(journal, key, incarnation, gang, epoch=self.epoch, world=world)
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        """Yield one event: the verdict, as :func:`airflow_gpu.operators.gang.answer` takes it."""
+        from airflow_gpu.driver import SupersededError
+        from airflow_gpu.record import event_of
+
+        driver = await self._driver()
+        try:
+            verdict = await driver.run()
+        except SupersededError as error:
+            yield TriggerEvent({"outcome": "superseded", "message": str(error)})
+            return
+        yield TriggerEvent(event_of(verdict))
+
+    async def on_kill(self) -> None:
+        """End the gang with a notice, if it was a person who ended the task and the run is still ours."""
+        ti = self.task_instance
+        if ti is None:
+            return
+        from airflow_gpu.compat import task_state
+
+        try:
+            state = await asyncio.wait_for(
+                asyncio.to_thread(task_state, ti.dag_id, ti.run_id, ti.task_id, ti.map_index), KILL_ANSWER_LIMIT
+            )
+        except Exception as error:
+            self.log.warning("cannot tell why this trigger was cancelled, leaving the gang running: %r", error)
+            return
+        if state == "deferred":
+            # Handed over to another triggerer (or cleared and deferred again: then a newer owner has the run).
+            self.log.info("this trigger was moved to another triggerer; the gang goes on")
+            return
+        driver = await self._driver()
+        stopped = await driver.stop("user", f"the task was ended by a user's action (it is {state or 'cleared'} now)")
+        if not stopped:
+            self.log.info("a newer try of the task has the run, or nothing runs; nothing to end")

@@ -1,0 +1,71 @@
+"""The documentation is run: transcripts as a person would, Python blocks as DAG files."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.transcript import blocks, play
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def test_first_gang(tmp_path: Path) -> None:
+    """A person who has never seen the project gets to a gang of their own."""
+    from airflow_gpu.targets.local.admin import Admin
+
+    keep = ("PATH", "HOME", "LANG", "USER", "TMPDIR")
+    env = {name: os.environ[name] for name in keep if name in os.environ}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    env["NO_PROXY"] = env["no_proxy"] = "*"
+    try:
+        assert play(ROOT / "docs" / "first-gang.md", tmp_path, env) >= 15
+    finally:
+        if (tmp_path / "cluster").exists():
+            Admin(tmp_path / "cluster").stop(gangs=True, grace=0)
+
+
+def _python_blocks() -> list[tuple[str, str]]:
+    found = []
+    for page in PAGES:
+        for number, block in enumerate(blocks(page)):
+            if block.kind == "python" and block.skip is None:
+                found.append((f"{page.stem}-{number}", block.body))
+    return found
+
+
+@pytest.mark.parametrize(("name", "source"), _python_blocks(), ids=[name for name, _ in _python_blocks()])
+def test_python_blocks(name: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is a DAG file (or a piece of a job's program) that Airflow takes as it stands."""
+    if "from airflow_gpu.runtime import gang" in source:
+        # Runs inside of a gang; outside of one it is a gang of one.
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        exec(compile(source, name, "exec"), {"__name__": "program"})
+        return
+    path = tmp_path / f"{re.sub('[^a-z0-9]', '_', name)}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    """Links between the pages lead somewhere."""
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "dags").glob("*.py")), ids=lambda path: path.name)
+def test_example_dags_have_docstrings(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text()))

@@ -1,0 +1,193 @@
+"""Properties of ``step()``: thousands of random worlds, and each invariant shown to bite."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from airflow_gpu.gang import lifecycle
+from airflow_gpu.gang.lifecycle import step
+from airflow_gpu.gang.run import Attempt, Cause, Observation, Owner, Run, State
+from airflow_gpu.gang.spec import Gang, Placement
+from tests.gang.simulation import Broken, Sim
+
+WORLDS = 15_000
+MUTANT_WORLDS = 3_000
+
+
+def gang_of(seed: int) -> Gang:
+    rng = random.Random(seed)
+    return Gang(
+        nodes=2,
+        gpus_per_node=2,
+        command="true",
+        time_limit="6h",
+        placement={"max_wait": "2d", "deadline": rng.choice([None, None, "3d"])},
+        recovery={
+            "preemptions": rng.choice([None, None, 0, 2]),
+            "node_failures": rng.choice([0, 1, 3]),
+            "out_of_memory": rng.choice([0, 1]),
+            "application": rng.choice([0, 0, 1]),
+            "fruitless": rng.choice([2, 5, 10]),
+            "mode": "infra",
+        },
+    )
+
+
+def test_random_worlds() -> None:
+    """Never two live lives, success absorbing and only on evidence, budgets kept, every run ends, nothing is left."""
+    outcomes: Counter[str] = Counter()
+    attempts = 0
+    for seed in range(WORLDS):
+        try:
+            run = Sim(seed, step, gang_of(seed)).play()
+        except Broken as error:
+            raise AssertionError(f"world {seed}: {error}") from error
+        assert run.verdict is not None
+        outcomes[run.verdict.cause.value] += 1
+        attempts += len(run.attempts)
+    print(f"\n{WORLDS} worlds, {attempts} attempts; verdicts: {dict(outcomes.most_common())}")
+    # The worlds are worth something only if they go everywhere.
+    for cause in (Cause.SUCCEEDED, Cause.APPLICATION, Cause.PREEMPTED, Cause.NODE_LOST, Cause.STOPPED,
+                  Cause.NO_EVIDENCE, Cause.LOST_SIGHT, Cause.TIMED_OUT, Cause.OUT_OF_MEMORY, Cause.CANCELLED):
+        assert outcomes[cause.value], f"no world ended as {cause}"
+
+
+def test_a_calm_world_succeeds() -> None:
+    patient = gang_of(0).model_copy(update={"placement": Placement(start_timeout="2d")})
+    for seed in range(300):
+        sim = Sim(seed, step, patient, mean=False)
+        sim.disturb = lambda: None  # type: ignore[method-assign]
+        assert sim.play().verdict.success  # type: ignore[union-attr]
+
+
+# -- deliberately broken variants, each caught by the invariant that forbids it -------------------
+
+
+def _unknown_is_gone(run, gang, seen, now, epoch):
+    if seen is not None and seen.state is State.UNKNOWN:
+        seen = replace(seen, state=State.NODE_LOST)
+    return step(run, gang, seen, now, epoch)
+
+
+def _platform_word_is_enough(run, gang, seen, now, epoch):
+    if seen is not None and seen.state is State.SUCCEEDED and seen.life is not None:
+        seen = replace(seen, ranks_ok=seen.world_size)
+    return step(run, gang, seen, now, epoch)
+
+
+def _budgets_forgotten(run, gang, seen, now, epoch):
+    free = gang.recovery.model_copy(update={"node_failures": None, "application": 99, "out_of_memory": 99})
+    return step(run, gang.model_copy(update={"recovery": free}), seen, now, epoch)
+
+
+def _waits_for_ever(run, gang, seen, now, epoch):
+    action = step(run, gang, seen, now, epoch)
+    if isinstance(action, lifecycle.RequestStop) or (
+        isinstance(action, lifecycle.Finish) and action.cause is Cause.LOST_SIGHT
+    ):
+        return lifecycle.Watch(run.current)
+    return action
+
+
+def _older_owner_goes_on(run, gang, seen, now, epoch):
+    return step(run, gang, seen, now, run.epoch)
+
+
+def _success_is_not_absorbing(run, gang, seen, now, epoch):
+    if seen is not None and seen.whole_success:
+        seen = replace(seen, ranks_ok=0, state=State.NODE_LOST)
+    return step(run, gang, seen, now, epoch)
+
+
+def _forgets_to_cancel(run, gang, seen, now, epoch):
+    action = step(run, gang, seen, now, epoch)
+    if isinstance(action, lifecycle.Cancel):
+        return lifecycle.Close(
+            action.attempt, lifecycle._outcome(Cause.STOPPED, seen, now, "") if seen else None
+        )
+    return action
+
+
+MUTANTS = {
+    "two live lives": _unknown_is_gone,
+    "success without evidence": _platform_word_is_enough,
+    "allowed": _budgets_forgotten,
+    "no verdict": _waits_for_ever,
+    "had succeeded|every rank succeeded": _success_is_not_absorbing,
+    "must not be": _older_owner_goes_on,
+    "left behind|two live lives": _forgets_to_cancel,
+}
+
+
+@pytest.mark.parametrize("message", MUTANTS)
+def test_each_invariant_bites(message: str) -> None:
+    """A variant of step() with one thing broken on purpose is caught, by the invariant that is about it."""
+    import re
+
+    mutant = MUTANTS[message]
+    for seed in range(MUTANT_WORLDS):
+        try:
+            Sim(seed, mutant, gang_of(seed)).play()
+        except Broken as error:
+            if re.search(message, str(error)):
+                return
+    pytest.fail(f"{mutant.__name__} went unnoticed in {MUTANT_WORLDS} worlds")
+
+
+# -- single rules --------------------------------------------------------------------------------
+
+
+def _run(**attempt: object) -> Run:
+    owner = Owner(epoch=1, ti_id="a", try_number=1, at=0.0)
+    first = Attempt(number=1, name="g-1", target="t", at=0.0, epoch=1, platform_id="1", submitted_at=0.0)
+    return Run(owners=(owner,), attempts=(replace(first, **attempt),), seq=3)  # type: ignore[arg-type]
+
+
+def _seen(state: State, **more: object) -> Observation:
+    return replace(Observation(attempt=1, state=state, at=0.0, since=0.0), **more)  # type: ignore[arg-type]
+
+
+GANG = Gang(command="true", time_limit="1h", placement={"max_wait": "2h", "start_timeout": "10m"})
+
+
+@pytest.mark.parametrize(
+    ("state", "now", "reason"),
+    [
+        (State.QUEUED, 7199, None),
+        (State.QUEUED, 7200, "queued_too_long"),
+        (State.STARTING, 599, None),
+        (State.STARTING, 600, "not_started"),
+        (State.RUNNING, 600, "not_started"),  # no life: the runtime never came
+    ],
+)
+def test_every_wait_is_bounded(state: State, now: float, reason: str | None) -> None:
+    action = step(_run(), GANG, _seen(state), now, 1)
+    assert (action.reason if isinstance(action, lifecycle.RequestStop) else None) == reason
+
+
+def test_an_unknown_state_is_kept_and_then_shown() -> None:
+    unknown = _seen(State.UNKNOWN, native="WIBBLE")
+    assert isinstance(step(_run(), GANG, unknown, 3599, 1), lifecycle.Watch)
+    action = step(_run(), GANG, unknown, 3600, 1)
+    assert isinstance(action, lifecycle.Finish)
+    assert action.cause is Cause.LOST_SIGHT
+    assert "WIBBLE" in action.message
+
+
+def test_preemption_with_progress_goes_on_at_once() -> None:
+    from airflow_gpu.gang.run import CheckpointRef, Outcome
+
+    run = _run(outcome=Outcome(cause=Cause.PREEMPTED, at=100.0, checkpoint=CheckpointRef(1, 50)))
+    assert step(run, GANG, None, 100.0, 1) == lifecycle.Start(2, resume=True)
+
+
+def test_no_retry_is_spent_on_infrastructure_but_an_error_ends_it() -> None:
+    from airflow_gpu.gang.run import Outcome
+
+    run = _run(outcome=Outcome(cause=Cause.APPLICATION, at=100.0, detail="rank 3 exited with 1"))
+    action = step(run, GANG, None, 100.0, 1)
+    assert action == lifecycle.Finish("failed", Cause.APPLICATION, "rank 3 exited with 1")

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# The tests in the order of their cost, so that what is cheap fails first; then a summary of what ran.
+#   tests/run.sh          everything that CI runs
+#   tests/run.sh --all    the full matrix as well, and the dated table in docs/
+#   tests/run.sh --lint   only the checks that read the code
+set -uo pipefail
+cd "$(dirname "$0")/.."
+PY=${CI_PYTHON:-.venv/bin/python}
+BIN=$(dirname "$PY")
+MODE=${1:-}
+SUMMARY=()
+FAILED=0
+LOG=$(mktemp -d)
+export PYTHONDONTWRITEBYTECODE=1
+
+stage() { # NAME COMMAND...
+  local name=$1 start=$SECONDS; shift
+  printf '\n=== %s\n' "$name"
+  "$@" 2>&1 | tee "$LOG/out"
+  local rc=${PIPESTATUS[0]}
+  local said
+  said=$(grep -E '^(=+ )?.*[0-9]+ (passed|failed|skipped|error)' "$LOG/out" | tail -1 | sed -E 's/=+ ?//g; s/ in [0-9.]+s.*//')
+  grep -E '^SKIPPED' "$LOG/out" >> "$LOG/skipped"
+  SUMMARY+=("$(printf '%-28s %-8s %4d s  %s' "$name" "$([ "$rc" = 0 ] && echo ok || echo FAILED)" $((SECONDS - start)) "$said")")
+  if [ "$rc" != 0 ]; then FAILED=1; fi
+}
+
+summary() {
+  printf '\n=== Summary\n'
+  printf '%s\n' "${SUMMARY[@]}"
+  if [ -s "$LOG/skipped" ]; then
+    printf '\nSkipped, with the reason:\n'; sort "$LOG/skipped" | uniq -c
+  else
+    printf '\nNothing was skipped.\n'
+  fi
+  rm -rf "$LOG"
+  exit $FAILED
+}
+stop_if_failed() { [ $FAILED = 0 ] || summary; }
+
+stage "ruff" "$BIN/ruff" check airflow_gpu tests dags benchmarks
+stage "mypy" "$BIN/mypy"
+stage "layers" "$BIN/lint-imports"
+[ "$MODE" = --lint ] && summary
+stop_if_failed
+stage "request and lifecycle" "$PY" -m pytest -q tests/gang
+stop_if_failed
+stage "runtime in the job" "$PY" -m pytest -q tests/runtime
+stage "run directory and stores" "$PY" -m pytest -q tests/rundir
+stage "local target" "$PY" -m pytest -q tests/targets
+stop_if_failed
+if [ "$MODE" = --all ]; then
+  stage "conformance" "$PY" -m pytest -q tests/conformance --table docs/conformance.md
+else
+  stage "conformance" "$PY" -m pytest -q tests/conformance
+fi
+stop_if_failed
+stage "pages in the UI" "$PY" -m pytest -q tests/plugin
+stage "in a real Airflow" "$PY" -m pytest -q tests/airflow
+stage "documentation" "$PY" -m pytest -q tests/docs
+summary

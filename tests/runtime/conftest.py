@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.bed import OLD_PYTHON, PYTHON, Bed, beds
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Tests that ask for ``each_python`` run with this Python and with the oldest that jobs may have."""
+    if "each_python" in metafunc.fixturenames:
+        old = pytest.param(
+            OLD_PYTHON,
+            id="py38",
+            marks=pytest.mark.skipif(not os.path.exists(OLD_PYTHON), reason=f"no Python 3.8 at {OLD_PYTHON}"),
+        )
+        metafunc.parametrize("each_python", [pytest.param(PYTHON, id="this"), old])
+
+
+@pytest.fixture
+def make_bed(tmp_path: Path) -> Iterator[Callable[..., Bed]]:
+    yield from beds(tmp_path)
+
+
+@pytest.fixture
+def bed(make_bed: Callable[..., Bed]) -> Bed:
+    return make_bed()

@@ -157,8 +157,8 @@ def explain_failure(failure: Failure) -> str:
     else:
         how = f"signal {failure.signal}" if failure.signal else f"exit code {failure.exit_code}"
         head = f"rank {failure.rank} failed first: {how}, on {failure.host} (node {failure.node})"
-    if failure.message and failure.message not in head:
-        head += f"\n{failure.message}"
+    if failure.message and failure.cause != "rank":
+        head += f": {failure.message}"
     if failure.tail:
         head += f"\n--- end of the output of rank {failure.rank} ---\n{failure.tail.rstrip()}\n---"
     return head

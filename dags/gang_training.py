@@ -156,13 +156,13 @@ def evaluate(trained: dict) -> dict:
     return {"accuracy": accuracy, "loss": trained["losses"][-1]}
 
 
-@dag(schedule=None, catchup=False, params={"steps": 400}, tags=["gpu", "example"])
+@dag(schedule=None, params={"steps": 400}, render_template_as_native_obj=True, tags=["gpu", "example"])
 def gang_training():
     """Data step, gang, evaluation."""
     evaluate(train(prepare(), "{{ params.steps }}"))
 
 
-@dag(schedule=None, catchup=False, params={"seconds": 6}, tags=["gpu", "example"])
+@dag(schedule=None, params={"seconds": 6}, tags=["gpu", "example"])
 def urgent_gang():
     """A gang of higher priority that needs the whole cluster: what runs there is preempted, with notice."""
     GangOperator(

@@ -53,8 +53,9 @@ class GangPlugin(AirflowPlugin):
     external_views: list[Any] = [  # noqa: RUF012
         {
             "name": "Gang",
-            # Without a map index Airflow leaves the last placeholder as it is; the page takes that for "not mapped".
-            "href": f"{MOUNT}/{{DAG_ID}}/{{RUN_ID}}/{{TASK_ID}}/{{MAP_INDEX}}",
+            # Relative: the UI's base address may have a path ([api] base_url). Without a map index Airflow
+            # leaves the last placeholder as it is; the page takes that for "not mapped".
+            "href": f"{MOUNT[1:]}/{{DAG_ID}}/{{RUN_ID}}/{{TASK_ID}}/{{MAP_INDEX}}",
             "destination": "task_instance",
             "url_route": "gang",
         }

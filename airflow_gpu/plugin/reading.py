@@ -25,12 +25,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from airflow_gpu.rundir.store import HIDDEN, Missing, Store, StoreError
+from airflow_gpu.rundir.store import Missing, Store, StoreError
 
 T = TypeVar("T")
 
 FILE_LIMIT = 4 * 1024 * 1024
 """Bytes of a record (a journal entry, a manifest). A larger one is not shown."""
+
+HIDDEN = ".tmp-"
+"""How names of files begin that are still being written, by every writer of a run directory."""
 
 NAMES_LIMIT = 20_000
 """Names read of one folder."""

@@ -7,8 +7,8 @@ Reading it: one row an attempt. The pale bar is the attempt, from its journal
 entry to its end; the solid ones are its lives, coloured by how they ended.
 Marks: a notice, a stop, a preemption (or another loss), a complete checkpoint.
 
-Limits: the axis is linear; the newest ``ROWS`` attempts are drawn; checkpoints
-closer than ``MARK_GAP`` are drawn as one.
+Limits: the axis is linear; the newest ``ROWS`` attempts are drawn; marks of a
+kind closer than ``MARK_GAP`` are drawn as one.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ BAR = 18.0
 
 ROWS = 40
 MARK_GAP = 7.0
+MARKED_BAR = 22.0
+"""Width from which a bar gets the mark of its loss; a thinner one would be hidden by it, and has its colour."""
+
 LEAST = 3.0
 """Width of a bar that would be too thin to see or to point at."""
 
@@ -138,7 +141,7 @@ def _attempt(picture: Picture, axis: _Axis, attempt: Mapping[str, Any], top: flo
                 "notice",
                 f"life {life['life']}: had notice",
             )
-        if life["ended"] and life["tone"] == "infra":
+        if life["ended"] and life["tone"] == "infra" and stop - start >= MARKED_BAR:
             last = i + 1 == len(lives)
             why = _INFRA_MARKS.get(life["word"], life["word"]) + (
                 f", {attempt['detail']}" if last and attempt["detail"] else ""
@@ -158,20 +161,11 @@ def _attempt(picture: Picture, axis: _Axis, attempt: Mapping[str, Any], top: flo
 
 
 def _checkpoints(picture: Picture, axis: _Axis, life: Mapping[str, Any], middle: float) -> None:
-    last = -math.inf
     for checkpoint in life["checkpoints"]:
-        if not checkpoint["complete"] or not checkpoint["at"]:
-            continue
-        x = axis.x(seconds(checkpoint["at"]))
-        if x - last >= MARK_GAP:
-            _mark(
-                picture,
-                x,
-                middle + BAR / 2 + 5,
-                "checkpoint",
-                f"checkpoint of life {life['life']} at step {checkpoint['step']}",
-            )
-            last = x
+        if checkpoint["complete"] and checkpoint["at"]:
+            x = axis.x(seconds(checkpoint["at"]))
+            title = f"checkpoint of life {life['life']} at step {checkpoint['step']}"
+            _mark(picture, x, middle + BAR / 2 + 5, "checkpoint", title)
 
 
 def _owners(picture: Picture, axis: _Axis, owners: Sequence[Mapping[str, Any]]) -> None:
@@ -205,7 +199,11 @@ def _bar(
 
 
 def _mark(picture: Picture, x: float, y: float, kind: str, title: str) -> None:
-    picture.marks.append({"x": x, "y": round(y, 1), "kind": kind, "title": title})
+    """Add a mark, unless it would lie on the one before it."""
+    y = round(y, 1)
+    last = next((mark for mark in reversed(picture.marks) if (mark["kind"], mark["y"]) == (kind, y)), None)
+    if last is None or abs(x - last["x"]) >= MARK_GAP:
+        picture.marks.append({"x": x, "y": y, "kind": kind, "title": title})
 
 
 def _cut(text: str, longest: int) -> str:

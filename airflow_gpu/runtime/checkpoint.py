@@ -103,6 +103,8 @@ def complete_in(channel: Folder, root: str, life: int, report: Report) -> List[F
     found: List[Found] = []
     for name in channel.names(root):
         path = channel.path(f"{root}/{name}")
+        if os.path.islink(path):  # a program's "latest"
+            continue
         try:
             manifest = Manifest.load(path)
         except (BadManifest, OSError) as error:

@@ -82,7 +82,7 @@ class Head:
         )
         saves = self._saves
         self._handlers = {
-            "ended": ending.ended,
+            "ended": self._on_ended,
             "done": ending.done,
             "failing": ending.failing,
             "broken": self._on_broken,
@@ -114,6 +114,7 @@ class Head:
             if state.phase != RUNNING:
                 return _refused(f"life {state.claim.life} is {state.phase}")
             state.ranks[peer.index] = peer
+            self._saves.came(peer.index)
             return {"t": "welcome", "notice": state.noticed, "decisions": self._decisions}
         return {"t": "welcome"} if peer.kind == REMOTE else _refused("not understood")
 
@@ -206,6 +207,11 @@ class Head:
             message = f"node {peer.index} ({self._state.host(peer.index)}): {m.get('message', '')}"
             self._ending.fail(EXIT_FAILED, message, {"cause": "node", "node": peer.index})
         self._ending.changed()
+
+    def _on_ended(self, peer: Peer, m: Message) -> None:
+        self._ending.ended(peer, m)
+        if self._job.launch == "rank" and int(m["rank"]) not in self._state.ranks:
+            self._saves.gone(int(m["rank"]), "it has ended")  # also one that never connected
 
     # -- notices --------------------------------------------------------------------------------
 

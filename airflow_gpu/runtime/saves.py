@@ -92,6 +92,7 @@ class Saves:
         self._report = report
         self._spawn = spawn
         self._saves: Dict[int, _Save] = {}
+        self._departed: Dict[int, str] = {}
         self._root = life_folder(life)
         self._pruning = False
 
@@ -105,6 +106,8 @@ class Saves:
         save = self._saves.get(step)
         if save is None:
             save = self._saves[step] = _Save(step, save_name(step))
+            for departed, reason in self._departed.items():
+                self.give_up(step, f"rank {departed} is gone ({reason})")
             self._spawn(self._run(save))
         save.begun.add(rank)
         if save.ready:
@@ -148,12 +151,17 @@ class Saves:
         save.news.set()
 
     def gone(self, rank: int, reason: str) -> None:
-        """A rank will say nothing more: saves that still need it are given up."""
+        """A rank will say nothing more: saves that still need it are given up, and those that begin later."""
+        self._departed[rank] = reason
         for save in self._saves.values():
             if save.outcome is None and (
                 rank not in save.written or save.owed.get(rank) or _asked(save, rank)
             ):
                 self.give_up(save.step, f"rank {rank} is gone ({reason})")
+
+    def came(self, rank: int) -> None:
+        """A rank has connected, perhaps not for the first time."""
+        self._departed.pop(rank, None)
 
     def abort(self, reason: str) -> None:
         """The gang ends."""

@@ -73,7 +73,7 @@ class Watcher:
             evidence = await self.channel.evidence(self.run.current.number, ended=False)
             if evidence.step is not None and (self.step is None or abs(evidence.step - self.step) >= 40):
                 self.step = evidence.step
-                self.say(time.time(), f"step {evidence.step} of {evidence.progress.get('total')}, loss {evidence.progress.get('loss')}")
+                self.say(time.time(), f"step {evidence.step} of {evidence.progress.get('total')}, loss {(evidence.progress.get('metrics') or {}).get('loss')}")
 
 
 def _line(entry: dict[str, Any]) -> str:

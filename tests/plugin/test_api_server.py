@@ -201,7 +201,7 @@ def test_no_address_leaves_the_run_directory(server: ApiServer, made: Made) -> N
 def test_the_tab_is_announced(server: ApiServer, made: Made) -> None:
     found = server.get("/plugins")["plugins"]
     ours = next(one for one in found if one["name"] == "airflow_gpu")
-    assert ours["external_views"][0]["href"] == "/gpu/{DAG_ID}/{RUN_ID}/{TASK_ID}/{MAP_INDEX}"
+    assert ours["external_views"][0]["href"] == "gpu/{DAG_ID}/{RUN_ID}/{TASK_ID}/{MAP_INDEX}"
     assert ours["external_views"][0]["destination"] == "task_instance"
     assert ours["fastapi_apps"][0]["url_prefix"] == "/gpu"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -202,10 +203,9 @@ def test_a_program_that_never_asks_leaves_at_once(bed: Bed) -> None:
                 if g.rank == 0:
                     time.sleep(1000)           # Python can be interrupted here
                 else:
-                    import ctypes
-                    libc = ctypes.PyDLL(None)  # holds the interpreter lock, as a collective may
-                    while True:
-                        time.sleep(1000)
+                    import ctypes, signal      # a main thread that waits in C, as for a collective
+                    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+                    ctypes.CDLL(None).sleep(1000)
             finally:
                 print("cleaned up", flush=True)
         """,
@@ -220,11 +220,10 @@ def test_a_program_that_never_asks_leaves_at_once(bed: Bed) -> None:
 
 def test_signal_to_a_rank_is_a_notice_for_all(bed: Bed) -> None:
     # Slurm signals every process of a step, not only the agents.
-    job = bed.payload(script=train(100_000) .replace('print("start"', 'open(f"pid-{rank}", "w").write(str(os.getpid())); print("start"'))
+    script = train(100_000).replace("start =", "open(f'pid-{rank}', 'w').write(str(os.getpid())); start =")
+    job = bed.payload(script=script)
     life = bed.start(job)
     running(bed)
-    import os
-
     os.kill(int((bed.folder / "pid-3").read_text()), signal.SIGTERM)
     assert life.wait() == [75, 75]
     assert bed.codes() == [75] * 4

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 START_LIMIT = 90.0
 """Seconds for a daemon to start: an interpreter on a busy machine, and nvidia-smi."""
 
-START_AGAIN = 10.0
+START_AGAIN = 3.0
 """Seconds after which a daemon that was started and is not there is started again."""
 
 HEARTBEAT_LIMIT = 60.0
@@ -157,7 +157,9 @@ class Client:
             # A machine that wakes from a sleep finds an old heartbeat, and a daemon that is about to beat.
             while (age := time.time() - self.folder.daemon.stat().st_mtime) > HEARTBEAT_LIMIT:
                 if time.monotonic() >= end:
-                    raise ClientError(f"the daemon of {self.folder.root} has not done anything for {age:.0f} s")
+                    raise ClientError(
+                        f"the daemon of {self.folder.root} has not done anything for {age:.0f} s"
+                    )
                 self.poke()
                 time.sleep(PAUSE)
 

@@ -49,6 +49,7 @@ class Refused(Exception):
 
 def obey(cluster: Cluster) -> None:
     """Apply all commands that lie there."""
+    answers: list[tuple[Path, bool, dict[str, Any]]] = []
     for path in sorted(cluster.folder.commands.glob("[!.]*.json")):
         try:
             command = read_json(path)
@@ -69,7 +70,12 @@ def obey(cluster: Cluster) -> None:
         log.info(
             "command %s %s: %s", command.get("kind"), command.get("name", command.get("node", "")), answer
         )
-        if command.get("ack"):
+        answers.append((path, bool(command.get("ack")), answer))
+    if not answers:
+        return
+    cluster.publish()  # whoever gets an answer finds its effect in the table
+    for path, wanted, answer in answers:
+        if wanted:
             replace_file(cluster.folder.acks / path.name, encode(answer))
         with contextlib.suppress(FileNotFoundError):
             path.unlink()

@@ -42,9 +42,6 @@ ENDING_PERIOD = 0.03
 IDLE_PERIOD = 1.0
 """Seconds between rounds otherwise. Who wants something sooner writes to the FIFO."""
 
-LOCK_PATIENCE = 3.0
-"""Seconds to wait for the lock: who asks whether a daemon lives holds it for a moment."""
-
 LOCK_PAUSE = 0.02
 TROUBLE_PAUSE = 1.0
 """Seconds to wait after a round that failed as a whole, e.g. on a full disk."""
@@ -83,16 +80,18 @@ def main(arguments: list[str] | None = None) -> None:
 def take_lock(folder: Folder) -> int | None:
     """The daemon's lock, held until the process ends; None when another daemon has it."""
     descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    end = time.monotonic() + LOCK_PATIENCE
     while True:
-        try:
+        with contextlib.suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return descriptor
+        try:
+            # Who only asks whether a daemon lives shares the lock for a moment; a daemon does not share.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            if time.monotonic() >= end:
-                os.close(descriptor)
-                return None
-            time.sleep(LOCK_PAUSE)
+            os.close(descriptor)
+            return None
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        time.sleep(LOCK_PAUSE)
 
 
 def serve(folder: Folder) -> None:
@@ -136,7 +135,9 @@ def serve(folder: Folder) -> None:
             cluster.tick()
             os.utime(folder.daemon)
             if cluster.holding():
-                pause = ENDING_PERIOD if any(map(supervise.about_to_end, cluster.holding())) else ACTIVE_PERIOD
+                pause = (
+                    ENDING_PERIOD if any(map(supervise.about_to_end, cluster.holding())) else ACTIVE_PERIOD
+                )
         except Exception:
             log.exception("this round failed, going on")
             pause = TROUBLE_PAUSE

@@ -29,7 +29,7 @@ def prepare() -> str:
     from sklearn.model_selection import train_test_split
 
     run_id = re.sub(r"[^A-Za-z0-9._-]", "_", get_current_context()["run_id"])
-    folder = Path(os.environ.get("GANG_DEMO_DATA", "/tmp/gang-training")) / run_id
+    folder = Path(os.environ.get("DEMO_DATA", "/tmp/gang-training")) / run_id
     folder.mkdir(parents=True, exist_ok=True)
     images, labels = load_digits(return_X_y=True)
     x_train, x_test, y_train, y_test = train_test_split(
@@ -123,7 +123,7 @@ def train(folder: str, steps: int, gang=None):
     print(f"rank {gang.rank} of {gang.world_size} on {len(jax.devices())} devices, from step {start}", flush=True)
     for name in ("weights", "momenta"):
         state[name] = [jax.device_put(a, everywhere) for a in state[name]]
-    pause = float(os.environ.get("GANG_DEMO_PAUSE", "0"))
+    pause = float(os.environ.get("DEMO_PAUSE", "0"))
     for step in range(start, steps):
         state["weights"], state["momenta"], loss = advance(state["weights"], state["momenta"], *share(step))
         state["losses"].append(float(loss))

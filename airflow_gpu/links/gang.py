@@ -10,7 +10,7 @@ once the task has started.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 from airflow_gpu.compat import BaseOperatorLink
 
@@ -50,9 +50,16 @@ class CheckpointLink(_GangLink):
     xcom_key = "gang_checkpoint_url"
 
 
+def base_path() -> str:
+    """The path under which Airflow's UI is served: "" or, behind a proxy, something like ``/airflow``."""
+    from airflow.sdk.configuration import conf
+
+    return urlsplit(conf.get("api", "base_url", fallback=None) or "").path.rstrip("/")
+
+
 def addresses(key: RunKey) -> dict[str, str]:
     """XCom key to address, for the run of this task instance."""
-    page = f"{ROOT}/{quote(key.dag_id, safe='')}/{quote(key.run_id, safe='')}/{quote(key.task_id, safe='')}/{key.map_index}"
+    page = f"{base_path()}{ROOT}/{quote(key.dag_id, safe='')}/{quote(key.run_id, safe='')}/{quote(key.task_id, safe='')}/{key.map_index}"
     return {
         LogsLink.xcom_key: f"{page}#logs",
         TargetLink.xcom_key: page,

@@ -19,6 +19,8 @@ from airflow_gpu.plugin.collect import LAST_TIME, LifeFacts
 RANKS_SHOWN = 1024
 """Ranks of a life that are listed before their nodes have reported."""
 
+METRICS_SHOWN = 6
+
 SAVED = 75
 """Exit code of a rank that ended after a notice, to be resumed."""
 
@@ -70,10 +72,12 @@ def view_life(
         "word": word,
         "notice": time_of(found.notice.get("at")) if found.notice else None,
         "noticed": found.notice is not None,
+        "notice_source": str((found.notice or {}).get("source") or "")[:200],
         "progress": {
             "step": whole(progress.get("step")),
             "total": whole(progress.get("total")),
             "at": time_of(progress.get("at")),
+            "metrics": _metrics(progress.get("metrics")),
         }
         if progress
         else None,
@@ -82,6 +86,13 @@ def view_life(
         "ranks": _ranks(found, logs) if found.ranks_read else [],
         "left_out": max(0, life.world_size - RANKS_SHOWN) if found.ranks_read else life.world_size,
     }
+
+
+def _metrics(told: Any) -> dict[str, float]:
+    """Numbers that rank 0 reports beside its step."""
+    numbers = told.items() if isinstance(told, dict) else ()
+    found = [(str(name)[:40], value) for name, value in numbers if isinstance(value, (int, float))]
+    return {name: float(value) for name, value in found[:METRICS_SHOWN] if abs(value) < 1e100}  # and no NaN
 
 
 def _end(attempt: Attempt, found: LifeFacts, after: LifeFacts | None) -> tuple[float | None, str, str]:

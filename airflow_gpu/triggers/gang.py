@@ -25,6 +25,9 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 KILL_ANSWER_LIMIT = 10.0
 """Seconds that Airflow may take to say what became of the task."""
 
+_KILLS: set[asyncio.Task[None]] = set()
+"""Kills under way; the event loop itself holds tasks weakly."""
+
 
 class GangTrigger(BaseTrigger):
     """Drives the run at ``state_uri``/``path`` for its owner ``epoch``.
@@ -92,7 +95,27 @@ class GangTrigger(BaseTrigger):
         yield TriggerEvent(event_of(verdict))
 
     async def on_kill(self) -> None:
-        """End the gang with a notice, if it was a person who ended the task and the run is still ours."""
+        """End the gang with a notice, if it was a person who ended the task and the run is still ours.
+
+        Airflow cancels a trigger anew with every round of its loop, about once a
+        second, until it has ended (``cancelling_triggers`` in
+        jobs/triggerer_job_runner.py). So the work is a task of its own, and what
+        hits this one is waited out.
+        """
+        task = asyncio.get_running_loop().create_task(self._kill())
+        _KILLS.add(task)
+        task.add_done_callback(_KILLS.discard)
+        while not task.done():
+            try:
+                await asyncio.shield(task)
+            except asyncio.CancelledError:
+                continue
+            except Exception:
+                break
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.log.error("the gang could not be ended; the next try of the task, or the sweep, does it: %r", error)
+
+    async def _kill(self) -> None:
         ti = self.task_instance
         if ti is None:
             return

@@ -159,7 +159,7 @@ def main() -> int:
             "AIRFLOW__GPU__STATE_URI": f"file://{home}/state",
             "AIRFLOW__GPU__POLL_INTERVAL": "0.5",
             "AIRFLOW_CONN_GPU_DEFAULT": json.dumps(connection),
-            "GANG_DEMO_DATA": str(home / "data"),
+            "DEMO_DATA": str(home / "data"),
         },
     )
     console.print("[bold]airflow-gpu demo[/]: starting a real Airflow (API server, scheduler, dag processor, triggerer) ...")

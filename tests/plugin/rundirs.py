@@ -247,12 +247,14 @@ class Made:
 
     async def progress(self, at: float, step: int, total: int = 5000) -> None:
         await self.put(
-            f"lives/{self.lives:04d}/progress.json", {"step": step, "total": total, "at": iso(self.t0 + at)}
+            f"lives/{self.lives:04d}/progress.json",
+            {"step": step, "total": total, "metrics": {"loss": 0.0397}, "at": iso(self.t0 + at)},
         )
 
     async def notice(self, at: float) -> None:
         await self.put(
-            f"lives/{self.lives:04d}/notice.json", {"v": 1, "life": self.lives, "at": iso(self.t0 + at)}
+            f"lives/{self.lives:04d}/notice.json",
+            {"v": 1, "life": self.lives, "source": "SIGTERM to node 0", "at": iso(self.t0 + at)},
         )
 
     async def ends(self, at: float, codes: Sequence[int | str], *, nodes: int = 2) -> None:

@@ -99,6 +99,8 @@ async def test_running(client: httpx.AsyncClient, root: Path) -> None:
     assert 'data-refresh="5"' in page
     assert '<noscript><meta http-equiv="refresh"' in page
     assert ">now</text>" in page
+    assert "reached step 1580 of 5000 (loss 0.0397)" in page
+    assert "(SIGTERM to node 0)" in page
     view = await data(client, made)
     assert view["verdict"] is None
     assert view["cost"]["so_far"] is True
@@ -331,7 +333,7 @@ async def test_a_journal_from_the_future_is_shown_up_to_there(client: httpx.Asyn
         ("lives/0002/nodes/0000.json", {"node": [0], "ranks": {"rank": 0}}),
         ("lives/0002/nodes/0000.json", b"[1, 2"),
         ("lives/0002/failure.json", {"cause": 7, "rank": "../../etc", "tail": ["x"], "at": 1e300, "node": None}),
-        ("lives/0002/progress.json", {"step": "many", "total": float("nan"), "at": "yesterday"}),
+        ("lives/0002/progress.json", {"step": "many", "total": float("nan"), "at": "yesterday", "metrics": {"loss": float("nan"), "big": 10**400, "x": "y"}}),
         ("lives/0002/notice.json", {"at": {"x": 1}}),
         ("lives/0002/notice.json", []),
         ("checkpoints/0002/step-000000001/manifest.json", {"step": 10**400, "files": 3}),

@@ -21,8 +21,10 @@ import contextlib
 import fcntl
 import os
 import secrets
+import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +53,11 @@ PAUSE = 0.02
 DAEMON_JOB = "airflow-gpu-local-daemon"
 """GANG_JOB_ID of a daemon: one that was started from within a gang is no part of it."""
 
+_RECORD_LOCK = "hhqqi"
+"""struct flock: kind, whence, start, length, owner."""
+
+_starting = threading.Lock()
+
 _START = "import sys; sys.path.append(sys.argv[1]); from airflow_gpu.targets.local.daemon import main; main(sys.argv[2:])"
 
 
@@ -75,18 +82,21 @@ class Client:
                 create_file(self.folder.cluster, encode(shape))
 
     def alive(self) -> bool:
-        """Whether a daemon has this folder. The lock says so, for processes in other containers too."""
+        """Whether a daemon has this folder. The lock says so, for processes in other containers too.
+
+        It is asked for, not taken: a lock that is held for a moment would be held for hours by a task
+        process that Airflow forks in that moment.
+        """
         try:
-            descriptor = os.open(self.folder.lock, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(self.folder.lock, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+            question = struct.pack(_RECORD_LOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            answer = struct.unpack(_RECORD_LOCK, fcntl.fcntl(descriptor, fcntl.F_GETLK, question))
         finally:
             os.close(descriptor)
-        return False
+        return bool(answer[0] != fcntl.F_UNLCK)
 
     def ensure(self) -> None:
         """See to it that a daemon serves, and has its table ready.
@@ -103,11 +113,11 @@ class Client:
             self._check_heartbeat()
 
     def _start(self) -> None:
-        # One starter at a time: fifty submits at once need one daemon, not fifty interpreters.
-        with self.folder.start_lock.open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            end = time.monotonic() + START_LIMIT
-            launched: float | None = None
+        """Start a daemon, and wait until one is ready. Also when somebody else just does the same."""
+        with self._turn() as first:
+            now = time.monotonic()
+            end = now + START_LIMIT
+            launched = None if first else now
             while not (self.alive() and self.folder.daemon.exists()):
                 now = time.monotonic()
                 if self.alive():
@@ -123,6 +133,26 @@ class Client:
                         f"no daemon serves {self.folder.root} after {START_LIMIT:g} s: {self._problem()}"
                     )
                 time.sleep(PAUSE)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Whether it is our turn to start a daemon: fifty submits at once need one, not fifty interpreters.
+
+        A help only. Who does not get the turn waits a little and then tries all the same: a process that
+        was forked while a thread had the turn must not wait for that thread for ever.
+        """
+        ours = _starting.acquire(timeout=START_AGAIN)
+        try:
+            with self.folder.start_lock.open("a") as file:
+                first = ours
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except (BlockingIOError, PermissionError):
+                    first = False
+                yield first
+        finally:
+            if ours:
+                _starting.release()
 
     def _launch(self) -> None:
         environ = passed_environment(os.environ)
@@ -140,15 +170,18 @@ class Client:
                 start_new_session=True,
             )
         # What we started forks and leaves at once; the daemon is its child and never ours.
-        if child.wait(START_LIMIT) != 0:
-            raise ClientError(f"{sys.executable} could not start the daemon: {self._problem()}")
+        code = child.wait(START_LIMIT)
+        if code != 0:
+            raise ClientError(
+                f"{sys.executable} ended with {code} instead of starting the daemon: {self._problem()}"
+            )
 
     def _problem(self) -> str:
         for path in (self.folder.problem, self.folder.log):
             with contextlib.suppress(OSError):
                 lines = path.read_text(errors="replace").strip().splitlines()
                 if lines:
-                    return lines[-1]
+                    return f"{path.name} ends with {lines[-1]!r}"
         return "it left no word"
 
     def _check_heartbeat(self) -> None:

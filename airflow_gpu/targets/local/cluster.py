@@ -121,15 +121,20 @@ class Cluster:
     # -- one round -----------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Do once whatever there is to do. Trouble with one job does not touch the others."""
-        self.take_in()
-        obey(self)
+        """Do once whatever there is to do. Trouble with one part or one job does not touch the others."""
+        with self._alone("new jobs"):
+            self.take_in()
+        with self._alone("commands"):
+            obey(self)
         self._carry_on()
-        self._schedule()
+        with self._alone("the schedule"):
+            self._schedule()
         if time.monotonic() - self._tidied >= CHORES_PERIOD:
             self._tidied = time.monotonic()
-            self._tidy()
-        self.publish()
+            with self._alone("tidying"):
+                self._tidy()
+        with self._alone("the table"):
+            self.publish()
 
     def take_in(self, *, everything: bool = False) -> None:
         """Look for jobs that are not known yet."""
@@ -199,7 +204,7 @@ class Cluster:
             self._looked = now
             census = self.census.take({gang.spec.id for gang in gangs})
         for gang in gangs:
-            with self._alone(gang):
+            with self._alone(gang.spec.name):
                 supervise.advance(gang, None if census is None else census[gang.spec.id])
 
     def _schedule(self) -> None:
@@ -208,7 +213,7 @@ class Cluster:
             return
         for action in schedule(self.usable_nodes(), jobs):
             gang = self.gangs[action.name]
-            with self._alone(gang):
+            with self._alone(gang.spec.name):
                 match action:
                     case Start(_, shares):
                         gang.line = ""
@@ -217,7 +222,7 @@ class Cluster:
                     case Evict(_, winner):
                         log.info("%s is to make room for %s", action.name, winner)
                         supervise.stop(gang, Cause.PREEMPT, gang.spec.grace, f"made room for {winner}")
-                        gang.save()
+                        gang.try_save()
                     case Wait(_, reason):
                         gang.line = reason
 
@@ -235,15 +240,15 @@ class Cluster:
         )
 
     @contextlib.contextmanager
-    def _alone(self, gang: Gang) -> Iterator[None]:
-        """What goes wrong with one gang (a full disk, a folder that was removed) is tried again next round."""
+    def _alone(self, part: str) -> Iterator[None]:
+        """What goes wrong here (a full disk, a folder that was removed) is tried again next round."""
         try:
             yield
         except Exception as error:
-            told = f"{gang.spec.name}: {error!r}"
+            told = f"{part}: {error!r}"
             if told != self._told:
                 self._told = told
-                log.exception("%s: this round failed, going on", gang.spec.name)
+                log.exception("%s: this round failed, going on", part)
 
     # -- the end of jobs -----------------------------------------------------------------------
 

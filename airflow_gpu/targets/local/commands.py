@@ -15,7 +15,6 @@ Example of one: ``{"v": 1, "kind": "preempt", "name": "fit-1", "notice": true, "
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from typing import TYPE_CHECKING, Any
@@ -73,12 +72,14 @@ def obey(cluster: Cluster) -> None:
         answers.append((path, bool(command.get("ack")), answer))
     if not answers:
         return
-    cluster.publish()  # whoever gets an answer finds its effect in the table
-    for path, wanted, answer in answers:
-        if wanted:
-            replace_file(cluster.folder.acks / path.name, encode(answer))
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
+    try:
+        cluster.publish()  # whoever gets an answer finds its effect in the table
+        for path, wanted, answer in answers:
+            if wanted:
+                replace_file(cluster.folder.acks / path.name, encode(answer))
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        log.error("a full disk? The commands are applied again next time: %s", error)
 
 
 def _apply(cluster: Cluster, command: dict[str, Any]) -> str:
@@ -109,7 +110,7 @@ def _cancel_gang(gang: Gang, grace: float, reason: str) -> str:
         supervise.end_waiting(gang, Word.CANCELLED, reason)
         return f"{gang.spec.name} left the queue"
     supervise.stop(gang, Cause.CANCEL, grace, reason)
-    gang.save()
+    gang.try_save()
     return f"{gang.spec.name} is to end within {grace:g} s"
 
 
@@ -132,7 +133,7 @@ def _preempt(cluster: Cluster, command: dict[str, Any]) -> str:
     notice = bool(command.get("notice", True))
     gang.state.commands = (*gang.state.commands, command["id"])[-supervise.COMMANDS_KEPT :]
     supervise.stop(gang, Cause.PREEMPT, gang.spec.grace, "preempted by the operator", notice=notice)
-    gang.save()
+    gang.try_save()
     return f"{name} has {gang.spec.grace:g} s" if notice else f"{name} is killed"
 
 
@@ -147,7 +148,7 @@ def _kill_node(cluster: Cluster, command: dict[str, Any]) -> str:
     for gang in hit:
         # First it is written down: whatever exit code a shell still manages to write does not count.
         supervise.lose_node(gang, node, "was lost with its node")
-        gang.save()
+        gang.try_save()
     for _ in range(KILL_ROUNDS):
         census = cluster.census.take({gang.spec.id for gang in hit})
         left = False

@@ -6,7 +6,7 @@ round after round. It outlives whoever started it.
 What it does not do: own the gangs. They are no worse off when it is killed;
 the next one finds them.
 
-Limits: one folder, one machine. The lock is flock on a local file system.
+Limits: one folder, one machine. The lock is a record lock on a local file system.
 
 Run as ``main(["/path/of/the/folder"])`` by :mod:`.client`; for people there is
 ``python -m airflow_gpu.targets.local``.
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from airflow_gpu.targets.local import supervise
 from airflow_gpu.targets.local.cluster import Cluster
-from airflow_gpu.targets.local.files import Folder, encode, replace_file
+from airflow_gpu.targets.local.files import PRIVATE_FILE, Folder, encode, replace_file
 from airflow_gpu.targets.local.processes import boot_id, read_process
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ ENDING_PERIOD = 0.03
 IDLE_PERIOD = 1.0
 """Seconds between rounds otherwise. Who wants something sooner writes to the FIFO."""
 
-LOCK_PAUSE = 0.02
 TROUBLE_PAUSE = 1.0
 """Seconds to wait after a round that failed as a whole, e.g. on a full disk."""
 
@@ -78,20 +77,18 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def take_lock(folder: Folder) -> int | None:
-    """The daemon's lock, held until the process ends; None when another daemon has it."""
-    descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    while True:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
-        try:
-            # Who only asks whether a daemon lives shares the lock for a moment; a daemon does not share.
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        time.sleep(LOCK_PAUSE)
+    """The daemon's lock, held until the process ends; None when another daemon has it.
+
+    A record lock, not flock: a child that is between fork and exec when its daemon is killed would
+    hold a flock on.
+    """
+    descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE_FILE)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # either is allowed to mean that it is taken
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def serve(folder: Folder) -> None:
@@ -155,7 +152,7 @@ def serve(folder: Folder) -> None:
 def open_wake(folder: Folder) -> int:
     """The FIFO by which others end our sleep. Open for both: so it never looks closed."""
     with contextlib.suppress(FileExistsError):
-        os.mkfifo(folder.wake, 0o600)
+        os.mkfifo(folder.wake, PRIVATE_FILE)
     return os.open(folder.wake, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
 

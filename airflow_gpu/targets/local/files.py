@@ -9,8 +9,8 @@ What it does not do: locks. Each file has one writer (below), so none are needed
 
     cluster.json            the declared shape; written by the daemon after the first time
     nodes.json              which nodes are down or drained; written by the daemon
-    daemon.lock             held (flock) for as long as the daemon lives
-    start.lock              held by who starts a daemon
+    daemon.lock             locked for as long as the daemon lives
+    start.lock              locked by who starts a daemon
     daemon.json             the daemon's pid and start; its mtime is the heartbeat
     daemon.problem          why the last daemon could not start
     daemon.log
@@ -26,7 +26,7 @@ What it does not do: locks. Each file has one writer (below), so none are needed
     jobs/<name>/start-0000/ claims, pids and exit codes of the nodes, one folder for each start
     trash/                  what is being forgotten
 
-Limits: a local file system; flock and rename on NFS are not to be trusted.
+Limits: a local file system; locks and renames on NFS are not to be trusted.
 """
 
 from __future__ import annotations

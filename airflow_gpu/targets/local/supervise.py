@@ -67,13 +67,27 @@ class Gang:
     empty: int = 0
     row: str = ""  # of the table, once it has ended
     _saved: bytes = b""
+    _trouble: str = ""
 
     def save(self) -> None:
-        """Write the state down, if it differs from what is there."""
+        """Write the state down, if it differs from what is there.
+
+        :raises OSError: it cannot be written.
+        """
         data = encode(self.state.to_json())
         if data != self._saved:
             replace_file(self.folder.state, data, flush=True)
             self._saved = data
+
+    def try_save(self) -> None:
+        """Write the state down; on a full disk, next time. Not for a start, which must be on the disk first."""
+        try:
+            self.save()
+            self._trouble = ""
+        except OSError as error:
+            if str(error) != self._trouble:
+                self._trouble = str(error)
+                log.error("%s cannot be written down, going on: %s", self.spec.name, error)
 
     def become(self, word: Word, reason: str = "") -> None:
         if self.state.word is not word:
@@ -171,7 +185,7 @@ def advance(gang: Gang, members: Members | None) -> None:
         gang.become(Word.RUNNING)
     if state.stop is not None and time.monotonic() >= state.stop.kill_at:
         state.stop.killed = True
-    gang.save()
+    gang.try_save()
     _give_notice(gang)
     if members is None:
         return
@@ -181,7 +195,7 @@ def advance(gang: Gang, members: Members | None) -> None:
     gang.empty = gang.empty + 1 if gang.all_over and not members else 0
     if gang.empty >= EMPTY_LOOKS:
         _finish(gang)
-    gang.save()
+    gang.try_save()
 
 
 def wants_census(gang: Gang) -> bool:
@@ -211,7 +225,7 @@ def end_waiting(gang: Gang, word: Word, reason: str) -> None:
     _forget_secrets(gang)
     gang.become(word, reason)
     gang.state.ended_at = time.time()
-    gang.save()
+    gang.try_save()
 
 
 # -- what happened ---------------------------------------------------------------------------
@@ -311,7 +325,7 @@ def _give_notice(gang: Gang) -> None:
         if place.agent is not None and not place.noticed and not place.over:
             send(Ident(*place.agent), signal.SIGTERM)
             place.noticed = True
-    gang.save()
+    gang.try_save()
 
 
 def _kill(gang: Gang, members: Members) -> None:

@@ -24,7 +24,7 @@ from airflow_gpu.targets.local.cluster import Cluster
 from airflow_gpu.targets.local.daemon import take_lock
 from airflow_gpu.targets.local.files import read_json
 from airflow_gpu.targets.local.processes import read_process
-from airflow_gpu.targets.local.records import Spec
+from airflow_gpu.targets.local.records import Place, Spec
 from airflow_gpu.targets.local.schedule import Share
 
 from .conftest import SAVE, STAY, Bed
@@ -246,7 +246,7 @@ async def test_two_shells_for_one_start_run_one_agent(bed: Bed) -> None:
     files = bed.folder.job(spec.name)
     files.root.mkdir(parents=True)
     launch.prepare(files, 0)
-    place = supervise.Place(0, 0)
+    place = Place(0, 0)
     children = [launch.spawn(spec, files, 0, place) for _ in range(5)]
     await bed.holds(lambda: files.exit(0, 0).exists(), "the exit code is there")
     await bed.holds(lambda: sum(child.poll() is not None for child in children) == 4, "four leave")
@@ -262,7 +262,7 @@ async def test_a_fenced_start_never_runs(bed: Bed) -> None:
     files = bed.folder.job(spec.name)
     files.root.mkdir(parents=True)
     launch.prepare(files, 0)
-    place = supervise.Place(0, 0)
+    place = Place(0, 0)
     assert launch.fence(files, 0, place)
     child = launch.spawn(spec, files, 0, place)
     assert await asyncio.to_thread(child.wait) == 70
@@ -275,7 +275,7 @@ async def test_a_pid_that_came_again_is_nobody_of_ours(bed: Bed) -> None:
     files = bed.folder.job(spec.name)
     files.root.mkdir(parents=True)
     launch.prepare(files, 0)
-    place = supervise.Place(0, 0)
+    place = Place(0, 0)
     files.claim(0, 0).write_text(f"{os.getpid()}\n")
     assert launch.claimed(files, 0, place)
     assert launch.read_claim(files, spec, 0, place) is None

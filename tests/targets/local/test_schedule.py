@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -26,7 +27,7 @@ from airflow_gpu.targets.local.schedule import (
 )
 
 
-def nodes(count: int = 2, gpus: int = 4, **fields: object) -> list[Node]:
+def nodes(count: int = 2, gpus: int = 4, **fields: Any) -> list[Node]:
     return [
         replace(
             Node(i, f"node-{i}", tuple(range(i * gpus, (i + 1) * gpus)), 8.0, 32 * GIB, "H100"),

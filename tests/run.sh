@@ -57,5 +57,6 @@ fi
 stop_if_failed
 stage "pages in the UI" "$PY" -m pytest -q tests/plugin
 stage "in a real Airflow" "$PY" -m pytest -q tests/airflow
+stage "demo" "$PY" -m tests.beds.demo --home "$LOG/demo"
 stage "documentation" "$PY" -m pytest -q tests/docs
 summary

@@ -23,12 +23,14 @@ Example::
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk.bases.decorator import DecoratedOperator, task_decorator_factory
 
-from airflow_gpu.compat import AirflowFailException
+from airflow_gpu.compat import AirflowFailException, BaseOperator
 from airflow_gpu.gang.function import HANDLE, FunctionSource
 from airflow_gpu.gang.spec import Gang, GangError
 from airflow_gpu.operators.gang import GangOperator, _merge
@@ -59,6 +61,7 @@ class GangDecoratedOperator(DecoratedOperator, GangOperator):
         for name in ("command", "script", "function", "gang"):
             if name in kwargs:
                 raise TypeError(f"@task.gang: {name!r} cannot be given, the decorated function is what runs")
+        _no_typos(kwargs)
         asked = {name: kwargs.pop(name) for name in list(kwargs) if name in Gang.model_fields}
         named = {key: value for key, value in (op_kwargs or {}).items() if key != HANDLE}
         function = FunctionSource.of(python_callable)
@@ -94,6 +97,22 @@ class GangDecoratedOperator(DecoratedOperator, GangOperator):
         if record["result"] is None and record["result_uri"]:
             return self._handle_output({"result_uri": record["result_uri"]})
         return self._handle_output(record["result"])
+
+
+def _no_typos(kwargs: Mapping[str, Any]) -> None:
+    """A misspelt field of the gang is told as such; BaseOperator would only say that it does not know the word.
+
+    :raises GangError: an argument is neither a field nor a task's, and looks like a field.
+    """
+    of_tasks = inspect.signature(BaseOperator.__init__).parameters
+    problems = []
+    for name in kwargs:
+        if name in Gang.model_fields or name in of_tasks or name.startswith("_"):
+            continue
+        for near in difflib.get_close_matches(name, Gang.model_fields, n=1, cutoff=0.75):
+            problems.append(f"unknown argument {name!r}; did you mean {near!r}?")
+    if problems:
+        raise GangError("@task.gang", problems)
 
 
 def gang_task(python_callable: Callable[..., Any] | None = None, **kwargs: Any) -> TaskDecorator:

@@ -140,3 +140,21 @@ def test_clear_of_a_deferred_task_resumes(gangs: Gangs) -> None:
     assert lives[1].start is not None
     assert lives[1].start.step >= 10
     assert gangs.alive() == []
+
+
+def test_what_the_ui_shows_of_the_package(gangs: Gangs) -> None:
+    """The provider, its connection type with its form, the plugin, the extra links."""
+    bed = gangs.airflow
+    assert "airflow-gpu" in {p["package_name"] for p in bed.get("/providers", limit=100)["providers"]}
+    forms = bed.client.get("/ui/connections/hook_meta").json()
+    form = next(item for item in forms if item["connection_type"] == "gpu_local")
+    assert form["hook_name"] == "GPU gangs: this machine"
+    assert {"path", "nodes", "gpus_per_node", "requeue"} <= set(form["extra_fields"])
+    assert "airflow_gpu" in {p["name"] for p in bed.get("/plugins", limit=100)["plugins"]}
+    run = bed.trigger("count_deferred")
+    assert bed.wait("count_deferred", run) == "success"
+    links = bed.get(f"/dags/count_deferred/dagRuns/{run}/taskInstances/count/links")["extra_links"]
+    assert set(links) == {"Rank logs", "Gang", "Checkpoints"}
+    page = bed.client.get(links["Gang"].split("#")[0])
+    assert page.status_code == 200
+    assert "succeeded" in page.text

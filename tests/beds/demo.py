@@ -133,6 +133,7 @@ def tables(run: Run, lives: list[Life], result: dict[str, Any], accuracy: dict[s
             )
     console.print()
     console.print(table)
+    console.print("[dim]A life is an entry of the run directory's lives/; the numbers between are fences, which close attempts.[/]")
     spent = task["try_number"] - 1
     console.print(f"Airflow retries spent: [bold]{spent}[/] of {task['max_tries']}")
     console.print(f"resumed from step [bold]{result['resumed_from']}[/], finished at step {result['steps']}, loss {result['losses'][-1]:.4f}")

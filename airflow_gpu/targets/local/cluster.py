@@ -6,7 +6,9 @@ jobs, publish the table. :meth:`Cluster.tick` does each once.
 What it does not do: sleep, lock, or start itself (:mod:`.daemon`).
 
 Limits: the table is written as a whole whenever something in it changes, so
-tens of thousands of kept jobs make it slow; ``keep`` bounds them.
+tens of thousands of kept jobs make it slow; ``keep`` bounds them. A job whose
+``state.json`` was damaged by hand is shown as DAMAGED, and what it may still
+hold is not counted.
 """
 
 from __future__ import annotations
@@ -260,7 +262,8 @@ class Cluster:
         for name, gang in list(self.gangs.items()):
             if gang.state.ended and now - (gang.state.ended_at or now) > gang.spec.keep:
                 # First the folder, then the table: whoever finds neither may say that it is gone.
-                gang.folder.root.rename(self.folder.trash / gang.spec.id)
+                with contextlib.suppress(FileNotFoundError):
+                    gang.folder.root.rename(self.folder.trash / gang.spec.id)
                 del self.gangs[name]
         self.publish()
         for path in self.folder.trash.iterdir():

@@ -124,20 +124,19 @@ def start(gang: Gang, shares: Sequence[Share]) -> None:
     gang.children.clear()
     gang.ranks_of.clear()
     gang.empty = 0
-    _spawn(gang)
+    for place in gang.state.places:
+        _spawn(gang, place)
 
 
 def take_over(gang: Gang) -> None:
     """Go on with a gang that another daemon left, or that a restart of the machine ended."""
     state = gang.state
-    if state.boot != gang.boot:
-        for place in state.places:
-            # Unless a cause was noted, also a bad exit code is the shutdown's: it tells everybody to end.
-            if not place.over or (place.bad and state.stop is None):
-                place.exit, place.lost, place.over_at = None, RESTARTED, time.monotonic()
-        return
-    if state.stop is None or not state.stop.killed:
-        _spawn(gang)
+    if state.boot == gang.boot:
+        return  # the first look does the rest
+    for place in state.places:
+        # Unless a cause was noted, also a bad exit code is the shutdown's: it tells everybody to end.
+        if not place.over or (place.bad and state.stop is None):
+            place.exit, place.lost, place.over_at = None, RESTARTED, time.monotonic()
 
 
 def stop(gang: Gang, cause: Cause, grace: float, detail: str, *, notice: bool = True) -> None:
@@ -243,20 +242,26 @@ def _look(gang: Gang) -> None:
             place.agent = launch.read_agent(folder, spec, restart, place)
         if place.shim is not None and alive(Ident(*place.shim)):
             continue
-        child = gang.children.get(place.rank)
         if place.shim is None and not launch.claimed(folder, restart, place):
-            killed = gang.state.stop is not None and gang.state.stop.killed
-            code = child.poll() if child is not None else None
-            if not killed and code is None:
-                continue  # still on its way to its claim
-            if launch.fence(folder, restart, place):
-                _end_without_code(gang, place, f"could not be started: its shell ended with {code}")
+            _look_before_claim(gang, place)
             continue
         # It was there and is gone. It may have written its exit code after we looked for it.
         if not _take_exit(gang, place):
             _end_without_code(gang, place, "vanished: its processes are gone without an exit code")
     for child in gang.children.values():
         child.poll()  # so that none stays a zombie
+
+
+def _look_before_claim(gang: Gang, place: Place) -> None:
+    """A node that nobody has started yet, as far as the files say."""
+    child = gang.children.get(place.rank)
+    if gang.state.stop is not None and gang.state.stop.killed:
+        if launch.fence(gang.folder, gang.state.restart, place):
+            _end_without_code(gang, place, "")
+    elif child is None:
+        _spawn(gang, place)  # another daemon was killed in the middle of a start
+    elif (code := child.poll()) is not None and launch.fence(gang.folder, gang.state.restart, place):
+        _lose(place, f"could not be started: its shell ended with {code}")
 
 
 def _take_exit(gang: Gang, place: Place) -> bool:
@@ -304,16 +309,13 @@ def _note_causes(gang: Gang) -> None:
 # -- what is done ----------------------------------------------------------------------------
 
 
-def _spawn(gang: Gang) -> None:
-    """Start every node that has not claimed its start yet. Doing it again starts none twice."""
-    for place in gang.state.places:
-        if place.over or launch.claimed(gang.folder, gang.state.restart, place):
-            continue
-        try:
-            gang.children[place.rank] = launch.spawn(gang.spec, gang.folder, gang.state.restart, place)
-        except OSError as error:
-            if launch.fence(gang.folder, gang.state.restart, place):
-                _lose(place, f"could not be started: {error}")
+def _spawn(gang: Gang, place: Place) -> None:
+    """Start a node. Doing it again does not start it twice."""
+    try:
+        gang.children[place.rank] = launch.spawn(gang.spec, gang.folder, gang.state.restart, place)
+    except OSError as error:
+        if launch.fence(gang.folder, gang.state.restart, place):
+            _lose(place, f"could not be started: {error}")
 
 
 def _give_notice(gang: Gang) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import psutil
 import pytest
 
 from tests.airflow.conftest import Gangs
@@ -114,13 +115,14 @@ def test_what_is_known_late_is_said_before_a_submit(gangs: Gangs) -> None:
         assert gangs.look("late_errors", run, task_id) is None
 
 
-def test_mark_failed_ends_the_gang(gangs: Gangs) -> None:
-    """While deferred: with a notice, so that it saves; nothing is left running."""
+@pytest.mark.parametrize(("dag_id", "state"), [("count_deferred", "deferred"), ("count_in_worker", "running")])
+def test_mark_failed_ends_the_gang(gangs: Gangs, dag_id: str, state: str) -> None:
+    """Deferred or in a worker: with a notice, so that it saves; nothing is left running."""
     bed = gangs.airflow
-    run = bed.trigger("count_deferred", {"total": 5000})
-    gangs.until_step("count_deferred", run, "count", 5)
-    bed.wait_task("count_deferred", run, "count", "deferred")
-    bed.mark("count_deferred", run, "count", "failed")
+    run = bed.trigger(dag_id, {"total": 5000})
+    gangs.until_step(dag_id, run, "count", 5)
+    bed.wait_task(dag_id, run, "count", state)
+    bed.mark(dag_id, run, "count", "failed")
     end = time.monotonic() + 60
     while gangs.alive() and time.monotonic() < end:
         time.sleep(0.3)
@@ -140,6 +142,21 @@ def test_clear_of_a_deferred_task_resumes(gangs: Gangs) -> None:
     assert lives[1].start is not None
     assert lives[1].start.step >= 10
     assert gangs.alive() == []
+
+
+def test_a_worker_that_dies_loses_nothing(gangs: Gangs) -> None:
+    """kill -9 of the task's process: the gang goes on, and the next try adopts the same life."""
+    bed = gangs.airflow
+    run = bed.trigger("count_in_worker", {"total": 150})
+    gangs.until_step("count_in_worker", run, "count", 10)
+    ti = bed.task("count_in_worker", run, "count")
+    worker = psutil.Process(ti["pid"])
+    worker.kill()
+    assert bed.wait("count_in_worker", run) == "success"
+    assert len(gangs.lives("count_in_worker", run, "count")) == 1
+    found = gangs.look("count_in_worker", run, "count")
+    assert found is not None
+    assert [owner.reason for owner in found[0].run.owners] == ["start", "adopt"]
 
 
 def test_what_the_ui_shows_of_the_package(gangs: Gangs) -> None:

@@ -111,7 +111,7 @@ class AirflowBed:
             env=self.env, stdout=self._log(name), stderr=subprocess.STDOUT, start_new_session=True,
         )
 
-    def stop(self, name: str, sig: int = signal.SIGTERM, limit: float = 20.0) -> None:
+    def stop(self, name: str, sig: int = signal.SIGTERM, limit: float = 8.0) -> None:
         """End one component with everything it started."""
         process = self.processes.pop(name, None)
         if process is None:

@@ -38,6 +38,9 @@ from airflow_gpu.tasklog import RankLog
 KILL_ROUNDS = 5
 """How often a stop looks for a job whose submit may still be on its way, one second apart."""
 
+PROGRESS_EVERY = 30.0
+"""Seconds between two lines of the task log that say how far the gang is."""
+
 STORE_LIMIT = 600.0
 """Seconds for which the run directory may be unreachable before the driver gives up. The gang goes on."""
 
@@ -91,6 +94,7 @@ class Driver:
         self._channels: dict[str, Channel] = {}
         self._log = RankLog(world.rank_log)
         self._said = ""
+        self._said_at = 0.0
 
     async def run(self, *, until_submitted: bool = False) -> Verdict | None:
         """Go on until there is a verdict, or only until an attempt is submitted: then the answer is None.
@@ -136,7 +140,7 @@ class Driver:
             case lifecycle.Watch(attempt):
                 await self._look(attempt)
             case lifecycle.Wait(until, why):
-                self._tell(f"{why}; going on in {max(0.0, until - now):.0f} s")
+                self._tell(why, f"; going on in {max(0.0, until - now):.0f} s")
                 await self.world.sleep(max(0.05, min(until - now, self.world.poll)))
             case lifecycle.RequestStop(attempt, reason, detail):
                 await self._append(stop_entry(attempt.number, reason, detail))
@@ -155,11 +159,12 @@ class Driver:
     async def _append(self, entry: dict[str, object]) -> None:
         await self.journal.append(entry, epoch=self.epoch, now=self.world.clock())
 
-    def _tell(self, line: str) -> None:
-        """A line for people, once."""
-        if line != self._said:
-            self._said = line
-            self.world.say(line)
+    def _tell(self, line: str, progress: str = "") -> None:
+        """A line for people, once; with its progress again from time to time."""
+        now = self.world.clock()
+        if line != self._said or (progress and now - self._said_at >= PROGRESS_EVERY):
+            self._said, self._said_at = line, now
+            self.world.say(line + progress)
 
     # -- where an attempt's files are ------------------------------------------------------------
 
@@ -238,12 +243,12 @@ class Driver:
         except TargetError as error:
             self._failing = self._failing or now
             self._tell(f"attempt {attempt.number} could not be submitted to {attempt.target} yet: {error}")
+            await self.world.sleep(self.world.poll)
             if now - self._failing >= self.gang.recovery.unknown_limit:
-                why = f"could not be submitted for {now - self._failing:.0f} s: {error}"
-                self._seen = self._word(attempt, State.REJECTED, why, now)
+                why = f"could not be submitted: {error}"
+                self._seen = replace(self._word(attempt, State.UNKNOWN, why, now), since=self._failing)
                 return
             # It may have got there all the same: look before the next try.
-            await self.world.sleep(self.world.poll)
             await self._look(attempt)
             return
         self._failing = None
@@ -256,9 +261,8 @@ class Driver:
     def _blamed(self) -> tuple[str, ...]:
         if not self.gang.recovery.exclude_blamed_nodes:
             return ()
-        lost = [a.outcome.failure.host for a in self.journal.run.attempts if a.outcome and a.outcome.failure
-                and a.outcome.cause is Cause.NODE_LOST and a.outcome.failure.host]
-        return tuple(dict.fromkeys(lost))
+        blamed = [host for a in self.journal.run.attempts if a.outcome for host in a.outcome.blamed]
+        return tuple(dict.fromkeys(blamed))
 
     async def _look(self, attempt: Attempt) -> None:
         """One observation: the target's word and the ranks' records, put together."""
@@ -279,9 +283,13 @@ class Driver:
         self._evidence = evidence
         seen = self._merge(attempt, sighting.state, sighting.native, sighting.reason, now, sighting.since)
         self._seen = replace(
-            seen, ending=sighting.ending, platform_id=sighting.platform_id, restart=sighting.restart
+            seen,
+            ending=sighting.ending,
+            platform_id=sighting.platform_id,
+            restart=sighting.restart,
+            blamed=sighting.blamed_hosts,
         )
-        self._tell(describe(attempt, self._seen, evidence))
+        self._tell(*describe(attempt, self._seen, evidence))
         if evidence.life is not None:
             await self._log.follow(target, ref, evidence.life, ended=sighting.state.ended)
 
@@ -329,15 +337,22 @@ class Driver:
             self._seen = self._evidence = None  # a life was claimed before the fence stood
             await self._look(attempt)
             return
+        noticed = self._seen is not None and self._seen.notice
         await self._append(over_entry(attempt.number, outcome))
         self._seen = self._evidence = None
         at = f", checkpoint at step {outcome.checkpoint.step}" if outcome.checkpoint else ""
         self._tell(f"attempt {attempt.number} is over: {outcome.cause}{at}. {outcome.detail}".strip())
+        if outcome.cause is Cause.SUCCEEDED and noticed:
+            self.world.say(
+                "every rank ended with exit code 0 after a notice, and that is success: "
+                "a program that stops early to be resumed must exit with 75"
+            )
 
     async def _finish(self, outcome: str, cause: Cause, message: str) -> None:
         run = self.journal.run
         channel = await self.channel(run.attempts[-1]) if run.attempts else None
-        record = await build_record(run, self.gang, channel, self.journal, message)
+        record = await build_record(run, self.gang, channel, self.journal)
+        record = {"outcome": outcome, "cause": cause.value, "message": message, **record}
         await self._append(verdict_entry(outcome, cause, message, record))
 
     async def stop(self, reason: str, detail: str) -> bool:

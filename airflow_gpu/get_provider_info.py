@@ -27,7 +27,7 @@ def get_provider_info() -> dict[str, Any]:
                 "hook-class-name": "airflow_gpu.hooks.local.LocalGangHook",
                 "hook-name": "GPU gangs: this machine",
                 "ui-field-behaviour": {
-                    "hidden-fields": ["host", "port", "login", "password", "schema", "extra"],
+                    "hidden-fields": ["host", "port", "login", "password", "schema"],
                     "relabeling": {},
                     "placeholders": {},
                 },

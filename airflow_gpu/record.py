@@ -38,7 +38,6 @@ from airflow_gpu.gang.run import (
     Failure,
     Life,
     Observation,
-    Outcome,
     Run,
     State,
     Verdict,
@@ -52,7 +51,7 @@ RESULT_LIMIT = 32 * 1024
 
 
 async def build_record(
-    run: Run, gang: Gang, channel: Channel | None, journal: Journal, message: str
+    run: Run, gang: Gang, channel: Channel | None, journal: Journal
 ) -> dict[str, Any]:
     """The record of a run at its verdict, as JSON."""
     lives = [life for life in await channel.lives() if not life.fence] if channel else []
@@ -78,7 +77,6 @@ async def build_record(
         "run_dir": channel.uri if channel else None,
         "journal": f"{journal.store.uri.rstrip('/')}/{journal.path}",
         "failure": asdict(outcome.failure) if outcome is not None and outcome.failure is not None else None,
-        "message": message,
     }
 
 
@@ -130,22 +128,22 @@ def _cost(run: Run, gang: Gang, lives: list[Life]) -> dict[str, Any]:
 # -- lines for people ----------------------------------------------------------------------------
 
 
-def describe(attempt: Attempt, seen: Observation, evidence: Evidence) -> str:
-    """One line on where the attempt stands."""
+def describe(attempt: Attempt, seen: Observation, evidence: Evidence) -> tuple[str, str]:
+    """One line on where the attempt stands, and how far it is."""
     line = f"attempt {attempt.number} on {attempt.target}: {seen.state.value}"
     if seen.state is State.UNKNOWN or seen.ending:
         line += f" ({seen.native}{', ending' if seen.ending else ''})"
     if seen.life is not None:
         start = f"from step {seen.life.start.step}" if seen.life.start else "from the beginning"
         line += f", life {seen.life.number} {start}"
-    if seen.state is State.RUNNING and seen.step is not None:
-        total = evidence.progress.get("total")
-        line += f", step {seen.step}" + (f" of {total}" if total else "")
     if seen.notice and not seen.state.ended:
         line += ", saving after the platform's notice"
     if seen.reason and seen.state is not State.RUNNING:
         line += f": {seen.reason}"
-    return line
+    if seen.state is not State.RUNNING or seen.step is None:
+        return line, ""
+    total = evidence.progress.get("total")
+    return line, f", step {seen.step}" + (f" of {total}" if total else "")
 
 
 def explain_failure(failure: Failure) -> str:
@@ -162,20 +160,6 @@ def explain_failure(failure: Failure) -> str:
     if failure.tail:
         head += f"\n--- end of the output of rank {failure.rank} ---\n{failure.tail.rstrip()}\n---"
     return head
-
-
-def table(run: Run, lives: list[Life]) -> str:
-    """The attempts and their lives, one line each."""
-    rows = []
-    for attempt in run.attempts:
-        outcome: Outcome | None = attempt.outcome
-        cause = outcome.cause.value if outcome else "not over"
-        parts = [
-            f"life {life.number} " + (f"from step {life.start.step}" if life.start else "from the beginning")
-            for life, _ in _lives_of(attempt, lives)
-        ]
-        rows.append(f"  attempt {attempt.number} on {attempt.target}: {cause}; {', '.join(parts) or 'never started'}")
-    return "\n".join(rows)
 
 
 def event_of(verdict: Verdict) -> dict[str, Any]:

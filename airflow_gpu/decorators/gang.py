@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk.bases.decorator import DecoratedOperator, task_decorator_factory
+from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS
 
 from airflow_gpu.compat import AirflowFailException, BaseOperator
 from airflow_gpu.gang.function import HANDLE, FunctionSource
@@ -88,7 +89,19 @@ class GangDecoratedOperator(DecoratedOperator, GangOperator):
             raise AirflowFailException(f"after rendering, {error}") from error
 
     def execute(self, context: Context) -> Any:
-        """As :class:`GangOperator`; see :meth:`execute_complete` for the result."""
+        """As :class:`GangOperator`; see :meth:`execute_complete` for the result.
+
+        Parameters named as in Airflow's context (``ds``, ``run_id``, ``params`` ...)
+        are filled from it where the value can travel.
+        """
+        named = dict(self.op_kwargs)
+        for name in inspect.signature(self.python_callable).parameters:
+            value = context.get(name) if name in KNOWN_CONTEXT_KEYS and named.get(name) is None else None
+            if name == "params" and value is not None:
+                named[name] = dict(value)
+            elif isinstance(value, (str, int, float)):
+                named[name] = value
+        self.op_kwargs = named
         return GangOperator.execute(self, context)
 
     def execute_complete(self, context: Context, event: dict[str, Any]) -> Any:

@@ -115,6 +115,7 @@ def over_entry(attempt: int, outcome: Outcome) -> Entry:
         "detail": outcome.detail,
         "life": outcome.life,
         "restarts": outcome.restarts,
+        "blamed": list(outcome.blamed),
         "checkpoint": None if outcome.checkpoint is None else asdict(outcome.checkpoint),
         "failure": None if failure is None else asdict(failure),
     }
@@ -234,6 +235,7 @@ def _over(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:
         life=entry.get("life"),
         checkpoint=CheckpointRef(int(checkpoint["life"]), int(checkpoint["step"])) if checkpoint else None,
         restarts=int(entry.get("restarts", 0)),
+        blamed=tuple(str(host) for host in entry.get("blamed") or ()),
     )
     return run.with_attempt(replace(_current(run, entry), outcome=outcome))
 

@@ -426,13 +426,18 @@ def _delay(recovery: Recovery, cause: Cause, streak: int, name: str) -> float:
 
 
 def deadline(run: Run, gang: Gang) -> float | None:
-    """The moment by which this owner must be done: Airflow's limit, or placement.deadline from the run's start."""
+    """The moment by which this owner must be done: Airflow's limit, or ``placement.deadline``.
+
+    The latter counts from the run's start, retries included; a person who
+    clears the task starts it anew.
+    """
     owner = run.owner
     ends = []
     if owner is not None and owner.deadline is not None:
         ends.append(owner.deadline)
     if gang.placement.deadline is not None and run.owners:
-        ends.append(run.owners[0].at + gang.placement.deadline)
+        began = max(o.at for o in run.owners if o.epoch == 1 or o.reason in ("start", "clear"))
+        ends.append(began + gang.placement.deadline)
     return min(ends) if ends else None
 
 
@@ -445,6 +450,7 @@ def _outcome(cause: Cause, seen: Observation, now: float, detail: str) -> Outcom
         life=seen.life.number if seen.life else None,
         checkpoint=seen.checkpoint,
         restarts=seen.restart,
+        blamed=seen.blamed,
     )
 
 

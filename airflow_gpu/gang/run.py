@@ -137,6 +137,7 @@ class Outcome:
     life: int | None = None
     checkpoint: CheckpointRef | None = None  # newest complete one that a next life would start from
     restarts: int = 0  # how often the platform itself had started the attempt again
+    blamed: tuple[str, ...] = ()  # hosts that the platform holds responsible, by its own names
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +272,7 @@ class Observation:
     checkpoint: CheckpointRef | None = None  # newest complete one that a next life would start from
     step: int | None = None  # last progress reported by that life
     fruitless: int = 0  # lives before that one, in a row, that started from the same checkpoint
+    blamed: tuple[str, ...] = ()  # hosts that the platform holds responsible
     asked: float | None = None  # since when this observer has asked the target to end the attempt
 
     @property

@@ -104,7 +104,7 @@ class Gang(Part):
     :param function: a Python function, sent as source, see
         :class:`~airflow_gpu.gang.function.FunctionSource`. Exactly one of the three is given.
     :param launch: ``"rank"`` (default): one process for each rank; ``"node"``: one on each node, a launcher
-        such as torchrun; ``"head"``: one on node 0, such as mpirun, and not for functions.
+        such as torchrun; ``"head"``: one on node 0, such as mpirun. A function runs on every rank.
     :param env: added to the environment of the ranks, and recorded in plain text. Default empty.
     :param secrets: environment by reference: ``"conn:<connection id>#password"`` (or ``#login``, ``#host``,
         ``#extra.<key>``) or ``"var:<variable>"``. Default empty.
@@ -211,8 +211,9 @@ class Gang(Part):
             yield "command, script or function is required: what is the gang to run?"
         elif len(programs) > 1 and not any(is_template(data[name]) for name in programs):
             yield f"only one of command, script and function can be given, got {' and '.join(programs)}"
-        if data.get("launch") == "head" and programs == ["function"] and not is_template(data["function"]):
-            yield "launch must be 'rank' or 'node' for a function: it runs in every rank, got 'head'"
+        launch = data.get("launch", "rank")
+        if launch in ("node", "head") and programs == ["function"] and not is_template(data["function"]):
+            yield f"launch must be 'rank' for a function: it runs on every rank, got {launch!r}"
 
         def number(name: str) -> int | None:
             # None when it is not given, wrong by itself, or still to be rendered.

@@ -55,8 +55,8 @@ class GangOperator(BaseOperator):
 
     :param gang: what to run; a :class:`Gang`, or a dict of its fields. Every
         text in it may be a Jinja template. (templated)
-    :param overrides: fields of the gang to set over ``gang``; ``env`` is
-        merged. This is what to ``expand`` for mapped tasks. (templated)
+    :param overrides: fields of the gang to set over ``gang``; mappings such as
+        ``env`` are merged. This is what to ``expand`` for mapped tasks. (templated)
     :param deferrable: drive the gang in the triggerer (default) or in the
         worker.
 
@@ -65,9 +65,9 @@ class GangOperator(BaseOperator):
     :mod:`airflow_gpu.record`.
 
     ``execution_timeout`` counts from the start of the try and holds while
-    deferred too. Airflow's ``retries`` are spent on errors of the user's code
-    alone; preemptions and lost nodes have budgets of their own
-    (:class:`Recovery`).
+    deferred too. Preemptions and lost nodes have budgets of their own
+    (:class:`Recovery`) and spend no Airflow retry; ``retries`` are for errors of
+    the user's code, limits that were reached and budgets that are spent.
 
     Example::
 
@@ -257,10 +257,11 @@ class GangOperator(BaseOperator):
 
 
 def _merge(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """``fields`` with ``overrides`` over them; ``env`` is merged, the rest replaced."""
+    """``fields`` with ``overrides`` over them; mappings (``env``, ``recovery`` ...) are merged, the rest replaced."""
     merged = {**fields, **overrides}
-    if isinstance(overrides.get("env"), Mapping) and isinstance(fields.get("env"), Mapping):
-        merged["env"] = {**fields["env"], **overrides["env"]}
+    for name, value in overrides.items():
+        if isinstance(value, Mapping) and isinstance(fields.get(name), Mapping):
+            merged[name] = {**fields[name], **value}
     programs = ("command", "script", "function")
     if any(overrides.get(name) for name in programs):
         merged.update({name: None for name in programs if not overrides.get(name)})

@@ -153,9 +153,11 @@ class Agent:
             "addr": self.node.address,
             "host": self.node.host,
         }
-        if self.node.rank == 0:  # claiming may have taken its time
-            until = time.monotonic() + self.job.barrier_timeout
-        self.link.open(self.claim.control, hello, until, self._interrupted)
+        if self.node.rank == 0:
+            # Claiming may have taken its time. A notice waits until it can be told: the server is in this process.
+            self.link.open(self.claim.control, hello, time.monotonic() + self.job.barrier_timeout)
+        else:
+            self.link.open(self.claim.control, hello, until, self._interrupted)
         self.link.start()
         return True
 
@@ -324,7 +326,9 @@ class Agent:
     def _all_good(self) -> bool:
         """Every process that this node should start has ended with 0; False for a node that starts none."""
         ranks = self.processes.ranks.values()
-        return 0 < len(ranks) == self.job.processes_on(self.node.rank) and all(r.exit_code == 0 for r in ranks)
+        return 0 < len(ranks) == self.job.processes_on(self.node.rank) and all(
+            r.exit_code == 0 for r in ranks
+        )
 
     # -- helpers ------------------------------------------------------------------------------------
 
@@ -350,6 +354,7 @@ class Agent:
         if self.link is not None:
             self.link.close()
         if self.server is not None:
+            self.server.call(self.server.stop)
             self.server.join(FLUSH_SECONDS + 1.0)
         if self._tools:
             shutil.rmtree(self._tools, ignore_errors=True)

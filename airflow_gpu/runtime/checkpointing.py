@@ -141,6 +141,7 @@ class _GangSave:
         self._member = member
         self._channel = Folder(env["GANG_DIR"])
         self._step = step
+        self._try = 0
         self._folder = ""
         self._scratch: Optional[tempfile.TemporaryDirectory[str]] = None
         self._cooperative = member.cooperative
@@ -148,7 +149,8 @@ class _GangSave:
     def __enter__(self) -> Path:
         # From here on a notice is answered by the end of this save.
         self._cooperative, self._member.cooperative = self._member.cooperative, True
-        self._member.send({"t": "begin", "step": self._step})
+        self._try = self._member.begin_save(self._step)
+        self._say("begin")
         go = self._next("go", GO_SECONDS)
         if go["skip"]:
             say(f"step {self._step} is saved already; this save goes to a temporary folder")
@@ -170,9 +172,9 @@ class _GangSave:
             elif error is not None:
                 rank = self._member.identity.rank
                 words = f"rank {rank} failed in it: {type(error).__name__}: {error}"
-                self._member.send({"t": "unsaved", "step": self._step, "error": words})
+                self._say("unsaved", error=words)
             else:
-                self._member.send({"t": "written", "step": self._step})
+                self._say("written")
                 saved = self._next("saved", COMMIT_SECONDS)
                 leave = bool(saved["leave"])
                 if not saved["ok"]:
@@ -194,25 +196,28 @@ class _GangSave:
                 raise GangError(
                     f"node 0 did not answer for {seconds:.0f} s while step {self._step} was to be saved"
                 )
-            if message.get("step") != self._step:
+            if (message.get("step"), message.get("try")) != (self._step, self._try):
                 continue
             if message["t"] == kind:
                 return message
             try:
                 if message["t"] == "list":
-                    self._member.send(self._view(message))
+                    self._view(message)
                 elif message["t"] == "hash":
-                    self._member.send(self._hash(message))
+                    self._hash(message)
             except OSError as error:
                 words = f"rank {self._member.identity.rank} could not read it: {error}"
-                self._member.send({"t": "unsaved", "step": self._step, "error": words})
+                self._say("unsaved", error=words)
 
-    def _view(self, message: Message) -> Message:
+    def _say(self, kind: str, **fields: Any) -> None:
+        self._member.send({"t": kind, "step": self._step, "try": self._try, **fields})
+
+    def _view(self, message: Message) -> None:
         names = listing(self._folder)
         same = digest_of(names) == message["digest"]
-        return {"t": "view", "step": self._step, "names": None if same else names}
+        self._say("view", names=None if same else names)
 
-    def _hash(self, message: Message) -> Message:
+    def _hash(self, message: Message) -> None:
         until = time.monotonic() + VISIBLE_SECONDS
         while True:
             try:
@@ -222,7 +227,7 @@ class _GangSave:
                 if time.monotonic() >= until:
                     raise
                 time.sleep(VISIBLE_PAUSE)
-        return {"t": "hashed", "step": self._step, "files": [[e.path, e.size, e.sha256] for e in entries]}
+        self._say("hashed", files=[[e.path, e.size, e.sha256] for e in entries])
 
 
 class LocalCheckpoint:

@@ -183,6 +183,7 @@ class Server:
         self._listening: Optional[asyncio.AbstractServer] = None
         self._thread: Optional[threading.Thread] = None
         self._watched = 0.0
+        self._stopping = False
 
     def start(self, token: str, handler: Handler, then: Callable[[], None]) -> None:
         """Begin to serve; ``then`` is called first, in the server's thread."""
@@ -207,7 +208,10 @@ class Server:
         return float("inf")
 
     def stop(self) -> None:
-        """In the server's thread: take no more connections, send what is queued, and end."""
+        """In the server's thread: take no more connections, send what is queued, and end. Once is enough."""
+        if self._stopping:
+            return
+        self._stopping = True
         if self._listening is not None:
             self._listening.close()
         for connection in list(self.connections):

@@ -25,7 +25,7 @@ from airflow_gpu.runtime.files import Folder
 from airflow_gpu.runtime.job import Job, Node
 from airflow_gpu.runtime.records import PROGRESS_SECONDS, Records
 from airflow_gpu.runtime.relay import Relay
-from airflow_gpu.runtime.saves import Saver, Saves
+from airflow_gpu.runtime.saves import Saver, Saves, save_key
 from airflow_gpu.runtime.state import GATHERING, OVER, RUNNING, State, Tasks, Verdict
 from airflow_gpu.runtime.wire import AGENT, RANK, REMOTE, Message
 from airflow_gpu.runtime.words import (
@@ -58,7 +58,7 @@ class Head:
         self._state = state = State(job, claim)
         self._records = Records(channel, job, claim, log)
         self._tasks = Tasks(server.loop, log)
-        self._decisions: Message = {"horizon": None, "saves": []}
+        self._decisions: Dict[int, Message] = {}  # by block: what rank 0 has published
         self._relay = Relay(lambda: state.agents)
         self._saves = Saves(
             channel,
@@ -88,11 +88,11 @@ class Head:
             "broken": self._on_broken,
             "notice": self._on_notice,
             "decide": self._on_decide,
-            "begin": lambda peer, m: saves.begin(peer.index, int(m["step"])),
-            "written": lambda peer, m: saves.written(peer.index, int(m["step"])),
-            "unsaved": lambda peer, m: saves.give_up(int(m["step"]), str(m["error"])),
-            "view": lambda peer, m: saves.viewed(peer.index, int(m["step"]), m.get("names")),
-            "hashed": lambda peer, m: saves.hashed(peer.index, int(m["step"]), m["files"]),
+            "begin": lambda peer, m: saves.begin(peer.index, save_key(m)),
+            "written": lambda peer, m: saves.written(peer.index, save_key(m)),
+            "unsaved": lambda peer, m: saves.give_up(save_key(m), str(m["error"])),
+            "view": lambda peer, m: saves.viewed(peer.index, save_key(m), m.get("names")),
+            "hashed": lambda peer, m: saves.hashed(peer.index, save_key(m), m["files"]),
             "progress": self._on_progress,
             "result": self._on_result,
             "bye": self._on_bye,
@@ -115,7 +115,8 @@ class Head:
                 return _refused(f"life {state.claim.life} is {state.phase}")
             state.ranks[peer.index] = peer
             self._saves.came(peer.index)
-            return {"t": "welcome", "notice": state.noticed, "decisions": self._decisions}
+            decisions = self._decisions.get(int(peer.hello.get("block", 0)))
+            return {"t": "welcome", "notice": state.noticed, "decisions": decisions}
         return {"t": "welcome"} if peer.kind == REMOTE else _refused("not understood")
 
     def _agent_joined(self, peer: Peer) -> Message:
@@ -149,7 +150,7 @@ class Head:
             del state.ranks[peer.index]
             self._saves.gone(peer.index, reason)
             if peer.index == 0:
-                state.to_ranks({"t": "leaderless"})
+                state.to_ranks({"t": "leaderless", "block": peer.hello.get("block")})
         elif peer.kind == REMOTE:
             self._relay.left(peer)
 
@@ -251,10 +252,9 @@ class Head:
 
     def _on_decide(self, peer: Peer, m: Message) -> None:
         if peer.index == 0:
-            self._decisions = {
-                "horizon": m["horizon"],
-                "saves": [*self._decisions["saves"], *m["saves"]],
-            }
+            block = int(m["block"])
+            before = self._decisions.get(block, {}).get("saves", [])
+            self._decisions[block] = {"horizon": m["horizon"], "saves": [*before, *m["saves"]]}
             for rank, other in self._state.ranks.items():
                 if rank != 0:
                     other.send(m)

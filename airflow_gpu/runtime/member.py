@@ -10,6 +10,7 @@ thread ends its process ``CLEANUP_SECONDS`` after it was asked.
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import signal
@@ -43,6 +44,13 @@ TERMINATED = 143
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """Platforms that signal every process of a job reach the ranks too; to them it is a notice as well."""
+
+
+_blocks = itertools.count(1)
+"""Each ``with gang()`` of a process is a block; ranks go through the same ones. Decisions belong to one block."""
+
+_tries: Dict[int, int] = {}
+"""By step: how often this process has begun to save it. Tells a second save of a step from the first."""
 
 
 class GangError(RuntimeError):
@@ -112,6 +120,7 @@ class Member:
         self.inbox: queue.SimpleQueue[Optional[Message]] = queue.SimpleQueue()
         self._env = env
         self._pid = os.getpid()
+        self._block = next(_blocks)
         self._link = Link(self._on_message, self._on_lost)
         self._news = threading.Condition()
         self._follower = Follower()
@@ -132,6 +141,7 @@ class Member:
             "token": self._env.get("GANG_TOKEN", ""),
             "world": self.identity.world_size,
             "node": self.identity.node_rank,
+            "block": self._block,
         }
         try:
             welcome = self._link.open(self._env["GANG_CONTROL"], hello, time.monotonic() + JOIN_SECONDS)
@@ -155,7 +165,13 @@ class Member:
         if self._decider is not None:
             due, news = self._decider.ask(step, time.monotonic(), self.notice)
             if news is not None:
-                self._link.send({"t": "decide", "horizon": news.horizon, "saves": list(news.saves)})
+                decide = {
+                    "t": "decide",
+                    "block": self._block,
+                    "horizon": news.horizon,
+                    "saves": list(news.saves),
+                }
+                self._link.send(decide)
             return due
         until = time.monotonic() + DUE_SECONDS
         with self._news:
@@ -173,6 +189,11 @@ class Member:
                     )
                 self._news.wait(min(left, 1.0))
             return self._follower.ask(step)
+
+    def begin_save(self, step: int) -> int:
+        """This process's how-manieth save of this step it is, from 1."""
+        _tries[step] = _tries.get(step, 0) + 1
+        return _tries[step]
 
     def saved(self) -> None:
         """A save is over, however it ended."""
@@ -219,13 +240,15 @@ class Member:
     def _on_message(self, m: Message) -> None:
         kind = m.get("t")
         if kind == "decide":
-            with self._news:
-                self._follower.learn(m["horizon"], m["saves"])
-                self._news.notify_all()
+            if m["block"] == self._block:
+                with self._news:
+                    self._follower.learn(m["horizon"], m["saves"])
+                    self._news.notify_all()
         elif kind == "leaderless":
-            with self._news:
-                self._leaderless = True
-                self._news.notify_all()
+            if m["block"] == self._block:
+                with self._news:
+                    self._leaderless = True
+                    self._news.notify_all()
         elif kind == "notice":
             self._on_notice()
         elif kind == "stop":
@@ -246,7 +269,7 @@ class Member:
                 EXIT_PREEMPTED, "the platform gives notice, and this program has not asked when to save"
             )
         else:
-            os.kill(self._pid, signal.SIGTERM)  # its own handler knows what to do
+            self._interrupt()  # its own handler knows what to do
 
     def _on_lost(self, reason: str) -> None:
         self._end(TERMINATED, f"the gang is lost: {reason}")
@@ -261,13 +284,19 @@ class Member:
         with self._news:
             self._leaderless = True
             self._news.notify_all()
-        os.kill(self._pid, signal.SIGTERM)  # our handler, or the program's own, or the end
+        self._interrupt()  # our handler, or the program's own, or the end
         seconds = CLEANUP_SECONDS
         if not self._owns_term:  # it handles that itself: as long as its agent would wait
             seconds = float(self._env.get("GANG_STOP_GRACE") or CLEANUP_SECONDS)
         timer = threading.Timer(seconds, self._exit, (code,))
         timer.daemon = True
         timer.start()
+
+    def _interrupt(self) -> None:
+        # To the main thread itself: a signal that any other thread takes does not wake it from a sleep.
+        main = threading.main_thread().ident
+        if main is not None:
+            signal.pthread_kill(main, signal.SIGTERM)
 
     def _exit(self, code: int) -> None:
         if self._ending is not None:

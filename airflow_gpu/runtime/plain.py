@@ -27,7 +27,7 @@ def plain(value: Any, name: str) -> Tuple[Any, List[str]]:
 
 
 def _plain(value: Any, where: str, gaps: List[str], depth: int) -> Any:
-    if value is None or isinstance(value, (bool, str)) and type(value) in (bool, str):
+    if value is None or (isinstance(value, (bool, str)) and type(value) in (bool, str)):
         return value
     if depth > MAX_DEPTH:
         raise TypeError(f"{where} is nested more than {MAX_DEPTH} levels deep (does it contain itself?)")

@@ -32,6 +32,14 @@ WAIT_NEWS_SECONDS = 60.0
 """After so long a wait for the others to write, the log says for whom."""
 
 
+Key = Tuple[int, int]
+"""A save: its step, and the how-manieth try it is. Each rank counts its own, and all go through the same ones."""
+
+
+def save_key(message: Message) -> Key:
+    return int(message["step"]), int(message["try"])
+
+
 class GivenUp(Exception):
     """This save will not be committed. The message says why."""
 
@@ -47,8 +55,9 @@ class Saver:
 
 @dataclass
 class _Save:
-    step: int
+    key: Key
     name: str
+    skip: bool = False  # an earlier try is committed: what is written now goes nowhere
     ready: bool = False  # its folder is there
     begun: Set[int] = field(default_factory=set)
     written: Set[int] = field(default_factory=set)
@@ -58,6 +67,13 @@ class _Save:
     outcome: Optional[Message] = None
     failed: Optional[str] = None
     news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def step(self) -> int:
+        return self.key[0]
+
+    def message(self, kind: str, **fields: Any) -> Message:
+        return {"t": kind, "step": self.key[0], "try": self.key[1], **fields}
 
 
 class Saves:
@@ -91,34 +107,35 @@ class Saves:
         self._noticed = noticed
         self._report = report
         self._spawn = spawn
-        self._saves: Dict[int, _Save] = {}
+        self._saves: Dict[Key, _Save] = {}
+        self._committed: Set[int] = set()
         self._departed: Dict[int, str] = {}
         self._root = life_folder(life)
         self._pruning = False
 
     # -- what ranks say -----------------------------------------------------------------------
 
-    def begin(self, rank: int, step: int) -> None:
+    def begin(self, rank: int, key: Key) -> None:
         """A rank wants to save. It is told where, or that this step is committed already."""
         saver = self._savers().get(rank)
         if saver is None:
             return
-        save = self._saves.get(step)
+        save = self._saves.get(key)
         if save is None:
-            save = self._saves[step] = _Save(step, save_name(step))
+            save = self._saves[key] = _Save(key, save_name(key[0]), skip=key[0] in self._committed)
             for departed, reason in self._departed.items():
-                self.give_up(step, f"rank {departed} is gone ({reason})")
-            self._spawn(self._run(save))
+                self.give_up(key, f"rank {departed} is gone ({reason})")
+            if not save.skip:
+                self._spawn(self._run(save))
         save.begun.add(rank)
-        if save.ready:
+        if save.ready or save.skip:
             self._go(save, saver)
 
     def _go(self, save: _Save, saver: Saver) -> None:
-        done = save.outcome is not None and bool(save.outcome["ok"])
-        saver.send({"t": "go", "step": save.step, "dir": f"{self._root}/{save.name}", "skip": done})
+        saver.send(save.message("go", dir=f"{self._root}/{save.name}", skip=save.skip))
 
-    def written(self, rank: int, step: int) -> None:
-        save, saver = self._saves.get(step), self._savers().get(rank)
+    def written(self, rank: int, key: Key) -> None:
+        save, saver = self._saves.get(key), self._savers().get(rank)
         if save is None or saver is None:
             return
         save.written.add(rank)
@@ -126,22 +143,22 @@ class Saves:
             saver.send(save.outcome)
         save.news.set()
 
-    def give_up(self, step: int, reason: str) -> None:
+    def give_up(self, key: Key, reason: str) -> None:
         """A rank says that it cannot do its part."""
-        save = self._saves.get(step)
+        save = self._saves.get(key)
         if save is not None and save.outcome is None:
             save.failed = save.failed or reason
             save.news.set()
 
-    def viewed(self, rank: int, step: int, names: Optional[List[str]]) -> None:
+    def viewed(self, rank: int, key: Key, names: Optional[List[str]]) -> None:
         """A rank's listing; None when it is the same as node 0's."""
-        save = self._saves.get(step)
+        save = self._saves.get(key)
         if save is not None and rank in save.views:
             save.views[rank] = names or []
             save.news.set()
 
-    def hashed(self, rank: int, step: int, files: List[List[Any]]) -> None:
-        save = self._saves.get(step)
+    def hashed(self, rank: int, key: Key, files: List[List[Any]]) -> None:
+        save = self._saves.get(key)
         if save is None or rank not in save.owed:
             return
         for path, size, digest in files:
@@ -157,7 +174,7 @@ class Saves:
             if save.outcome is None and (
                 rank not in save.written or save.owed.get(rank) or _asked(save, rank)
             ):
-                self.give_up(save.step, f"rank {rank} is gone ({reason})")
+                self.give_up(save.key, f"rank {rank} is gone ({reason})")
 
     def came(self, rank: int) -> None:
         """A rank has connected, perhaps not for the first time."""
@@ -166,14 +183,17 @@ class Saves:
     def abort(self, reason: str) -> None:
         """The gang ends."""
         for save in self._saves.values():
-            self.give_up(save.step, reason)
+            self.give_up(save.key, reason)
 
     # -- one save -----------------------------------------------------------------------------
 
     async def _run(self, save: _Save) -> None:
         world = self._world()
         try:
-            await self._disk(self._prepare, save)
+            try:
+                await self._disk(self._prepare, save)
+            except OSError as error:  # the ranks will find out too; they must not wait for the folder
+                self.give_up(save.key, f"its folder could not be made: {error}")
             save.ready = True
             for rank, saver in self._savers().items():
                 if rank in save.begun:
@@ -187,6 +207,7 @@ class Saves:
                 self._life, save.step, world, tuple(sorted(save.entries, key=lambda e: e.path))
             )
             await self._disk(self._commit, save, manifest)
+            self._committed.add(save.step)
             size = sum(entry.size for entry in manifest.files)
             self._report(
                 f"checkpoint of step {save.step} is complete: {len(manifest.files)} files, {size} bytes"
@@ -209,13 +230,8 @@ class Saves:
         if error is not None:
             self._report(f"CHECKPOINT OF STEP {save.step} WAS NOT SAVED: {error}")
         # One message for all, so that every rank leaves, or every rank goes on.
-        save.outcome = {
-            "t": "saved",
-            "step": save.step,
-            "ok": error is None,
-            "error": error or "",
-            "leave": self._noticed(),
-        }
+        save.outcome = save.message("saved", ok=error is None, error=error or "", leave=self._noticed())
+        save.entries, save.views, save.owed = [], {}, {}  # a long life has many saves
         for saver in self._savers().values():
             if saver.rank in save.written:  # the others get it when they have written
                 saver.send(save.outcome)
@@ -248,7 +264,7 @@ class Saves:
                 asked.setdefault(saver.node, saver)
         for saver in asked.values():
             save.views[saver.rank] = None
-            saver.send({"t": "list", "step": save.step, "digest": digest})
+            saver.send(save.message("list", digest=digest))
 
         def unheard() -> List[int]:
             return [rank for rank, view in save.views.items() if view is None]
@@ -266,7 +282,7 @@ class Saves:
         for rank, share in zip(sorted(savers), divide(sizes, len(savers))):
             if share:
                 save.owed[rank] = set(share)
-                savers[rank].send({"t": "hash", "step": save.step, "files": share})
+                savers[rank].send(save.message("hash", files=share))
 
         def slow() -> List[int]:
             return [rank for rank, owed in save.owed.items() if owed]

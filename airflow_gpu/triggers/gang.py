@@ -113,7 +113,7 @@ class GangTrigger(BaseTrigger):
             except Exception:
                 break
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.log.error("the gang could not be ended; the next try of the task, or the sweep, does it: %r", error)
+            self.log.error("the gang could not be ended; the next try of the task does it: %r", error)
 
     async def _kill(self) -> None:
         ti = self.task_instance

@@ -96,7 +96,7 @@ def test_functions(gangs: Gangs) -> None:
     bed = gangs.airflow
     run = bed.trigger("functions")
     assert bed.wait("functions", run) == "success"
-    assert bed.xcom("functions", run, "add") == {"sum": 16, "label": "functions", "ranks": 2}
+    assert bed.xcom("functions", run, "add") == {"sum": 16, "label": "functions", "ranks": 2, "run_id": run}
     assert bed.xcom("functions", run, "add", "gang")["attempts"][0]["cause"] == "succeeded"
     assert [bed.xcom("functions", run, "square", map_index=i) for i in range(3)] == [1, 4, 9]
     assert bed.xcom("functions", run, "total") == 16 + 14

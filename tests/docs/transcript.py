@@ -59,7 +59,8 @@ class Shell:
         )
 
     def run(self, line: str) -> tuple[str, int]:
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         mark = uuid.uuid4().hex
         self.process.stdin.write(f"{line}\necho {mark} $?\n")
         self.process.stdin.flush()

@@ -97,7 +97,7 @@ def arguments(draw: st.DrawFn) -> dict[str, Any]:
     program = draw(st.sampled_from(["command", "script", "function"]))
     if program == "function":
         fields["function"] = draw(FUNCTIONS)
-        launches = ["rank", "node"]
+        launches = ["rank"]
     elif program == "script":
         fields["script"] = draw(WORDS.filter(lambda text: text.strip() not in ("", "None")))
         launches = ["rank", "node", "head"]

@@ -300,7 +300,7 @@ def test_what_does_not_fit_together() -> None:
         "so that all ranks have the same share, got 3"
     ]
     assert problems(command=None, function=train, launch="head") == [
-        "launch must be 'rank' or 'node' for a function: it runs in every rank, got 'head'"
+        "launch must be 'rank' for a function: it runs on every rank, got 'head'"
     ]
     assert problems(env={"A": "1", "B": "2"}, secrets={"B": "var:b"}) == [
         "env.B is in secrets too: give it once"

@@ -6,13 +6,16 @@ directory; :meth:`Bed.start` begins one life of it with as many agents as nodes.
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,9 @@ from airflow_gpu.runtime.bundle import build
 
 PYTHON = sys.executable
 OLD_PYTHON = os.environ.get("GANG_TEST_OLD_PYTHON", os.path.expanduser("~/.pyenv/versions/3.8.18/bin/python"))
+
+QUICK: dict[str, float] = {"PROGRESS_SECONDS": 0.05, "LOOK_AGAIN": 0.05, "LOST_PAUSE": 0.1}
+"""Time-outs of the runtime that tests would otherwise sit through."""
 
 PATIENCE = 60.0
 """Seconds after which a test gives up waiting; never a measure of speed."""
@@ -36,6 +42,23 @@ def eventually(what: Callable[[], Any], why: str = "it did not happen") -> Any:
         if time.monotonic() > until:
             raise AssertionError(f"{why} within {PATIENCE:.0f} s")
         time.sleep(0.02)
+
+
+def with_constants(archive: bytes, constants: dict[str, float]) -> bytes:
+    """runtime.pyz with other time-outs, so that tests need not wait for the real ones."""
+    out = io.BytesIO()
+    done = set()
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(out, "w") as new:
+        for name in old.namelist():
+            text = old.read(name).decode()
+            for constant, value in constants.items():
+                text, count = re.subn(
+                    rf"^{constant} = .*$", f"{constant} = {value}", text, flags=re.MULTILINE
+                )
+                done.update([constant] * count)
+            new.writestr(name, text)
+    assert done == set(constants)
+    return out.getvalue()
 
 
 class Life:
@@ -55,6 +78,12 @@ class Life:
 
     def log(self) -> str:
         return "\n".join(log.read_text() for log in self.logs)
+
+    def agent(self, node: int) -> int:
+        """Process number of a node's agent proper, below its guard."""
+        guard = self.agents[node].pid
+        [agent] = map(int, Path(f"/proc/{guard}/task/{guard}/children").read_text().split())
+        return agent
 
     def signal(self, number: int, node: int = 0) -> None:
         self.agents[node].send_signal(number)
@@ -76,11 +105,19 @@ class Bed:
         self.channel.mkdir(parents=True)
         self.lives: list[Life] = []
 
-    def payload(self, attempt: int = 1, script: str | None = None, function: tuple[str, dict[str, Any]] | None = None, **fields: Any) -> Path:
+    def payload(
+        self,
+        attempt: int = 1,
+        script: str | None = None,
+        function: tuple[str, dict[str, Any]] | None = None,
+        constants: dict[str, float] = QUICK,
+        **fields: Any,
+    ) -> Path:
         """Stage ``payload/<attempt>``; ``script`` is Python that every rank runs. Answers job.json."""
         payload = self.channel / "payload" / f"{attempt:04d}"
         payload.mkdir(parents=True, exist_ok=True)
-        (payload / "runtime.pyz").write_bytes(build())
+        archive = build()
+        (payload / "runtime.pyz").write_bytes(with_constants(archive, constants) if constants else archive)
         command: Sequence[str] = fields.pop("command", ())
         if script is not None:
             (payload / "script.py").write_text(textwrap.dedent(script))
@@ -115,14 +152,25 @@ class Bed:
         (payload / "job.json").write_text(json.dumps(body))
         return payload / "job.json"
 
-    def start(self, job: Path, job_id: str = "job-1", restart: int = 0, nodes: Sequence[int] | None = None, **env: str) -> Life:
+    def start(
+        self,
+        job: Path,
+        job_id: str = "job-1",
+        restart: int = 0,
+        nodes: Sequence[int] | None = None,
+        **env: str,
+    ) -> Life:
         """Start one agent for each node (or only for those named)."""
         count = json.loads(job.read_text())["nodes"]
         agents, logs = [], []
         for node in range(count) if nodes is None else nodes:
             log = self.folder / f"agent-{len(self.lives)}-{node}.log"
             logs.append(log)
-            environment = {name: value for name, value in os.environ.items() if not name.startswith(("GANG_", "SLURM_", "PYTHONPATH"))}
+            environment = {
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("GANG_", "SLURM_", "PYTHONPATH"))
+            }
             environment.update(
                 GANG_NODE_RANK=str(node),
                 GANG_JOB_ID=job_id,
@@ -153,13 +201,6 @@ class Bed:
         """A JSON file of the channel; None when it is not there."""
         path = self.channel / name
         return json.loads(path.read_text()) if path.exists() else None
-
-    def read_or_none(self, name: str) -> Any:
-        """The same for a file that may be written over while it is read."""
-        try:
-            return self.read(name)
-        except (OSError, ValueError):
-            return None
 
     def await_file(self, name: str) -> Path:
         path = self.channel / name

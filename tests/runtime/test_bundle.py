@@ -25,7 +25,9 @@ def pyz(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(python: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": os.environ["PATH"], **env}
-    return subprocess.run([python, *words], env=environment, capture_output=True, text=True, check=False, cwd="/")
+    return subprocess.run(
+        [python, *words], env=environment, capture_output=True, text=True, check=False, cwd="/"
+    )
 
 
 def test_same_bytes_from_every_python() -> None:
@@ -44,7 +46,9 @@ def test_holds_the_runtime_and_nothing_else() -> None:
     names = zipfile.ZipFile(io.BytesIO(bundle.build())).namelist()
     assert names == sorted(names)
     assert {"__main__.py", "airflow_gpu/__init__.py", "airflow_gpu/runtime/agent.py"} <= set(names)
-    assert all(n in ("__main__.py", "airflow_gpu/__init__.py") or n.startswith("airflow_gpu/runtime/") for n in names)
+    assert all(
+        n in ("__main__.py", "airflow_gpu/__init__.py") or n.startswith("airflow_gpu/runtime/") for n in names
+    )
     assert len(bundle.build()) < 700_000  # a ConfigMap holds 1 MiB, in base64, with the function beside it
 
 
@@ -82,7 +86,10 @@ def test_the_real_package(pyz: Path) -> None:
     root = str(Path(bundle.__file__).parents[2])
     code = "import airflow_gpu, airflow_gpu.runtime as r; print(airflow_gpu.__file__, r.__file__)"
     said = run(sys.executable, "-c", code, PYTHONPATH=f"{pyz}:{root}")
-    assert said.stdout.split() == [f"{root}/airflow_gpu/__init__.py", f"{pyz}/airflow_gpu/runtime/__init__.py"]
+    assert said.stdout.split() == [
+        f"{root}/airflow_gpu/__init__.py",
+        f"{pyz}/airflow_gpu/runtime/__init__.py",
+    ]
 
 
 def test_the_agent_never_loads_an_installed_package(pyz: Path, tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ def test_function_on_every_rank(make_bed: Callable[..., Bed], each_python: str) 
             return None
         return {"lr": lr, "rank": gang.rank, "layers": layers}
     """
-    job = bed.payload(nodes=1, function=(source, {"name": "train", "args": [0.5], "kwargs": {"layers": [1, 2]}}))
+    job = bed.payload(
+        nodes=1, function=(source, {"name": "train", "args": [0.5], "kwargs": {"layers": [1, 2]}})
+    )
     assert bed.run(job) == [0]
     assert bed.read("lives/0001/result.json") == {"lr": 0.5, "rank": 0, "layers": [1, 2]}
     assert bed.log(1) == "function function.py 1 0.5 [1, 2]\n"
@@ -183,7 +185,13 @@ def test_on_a_laptop_with_a_folder(outside: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 def test_under_torchrun(outside: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": 3, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": 7}.items():
+    for name, value in {
+        "RANK": 3,
+        "WORLD_SIZE": 8,
+        "LOCAL_RANK": 1,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_PORT": 7,
+    }.items():
         outside.setenv(name, str(value))
     with gang() as g:
         assert (g.rank, g.world_size, g.local_rank, g.local_world_size, g.nodes) == (3, 8, 1, 2, 4)

@@ -41,7 +41,9 @@ def a_node(job_id: str = "a", restart: int = 0) -> Node:
 
 def take(folder: Path, job_id: str = "a", restart: int = 0, **fields: Any) -> Claim:
     said: list[str] = []
-    got = claim(Folder(str(folder)), a_job(folder, **fields), a_node(job_id, restart), "127.0.0.1:1", said.append)
+    got = claim(
+        Folder(str(folder)), a_job(folder, **fields), a_node(job_id, restart), "127.0.0.1:1", said.append
+    )
     (folder / "said").write_text("\n".join(said))
     return got
 
@@ -94,7 +96,7 @@ def test_each_restart_claims_once_and_in_order(tmp_path: Path) -> None:
 def test_fence_beats_a_late_claim(tmp_path: Path) -> None:
     take(tmp_path)
     fence(tmp_path, 2, attempt=1)
-    with pytest.raises(NotClaimed, match="attempt 1 is fenced by lives/0002.json"):
+    with pytest.raises(NotClaimed, match=r"attempt 1 is fenced by lives/0002\.json"):
         take(tmp_path, restart=1)
     assert take(tmp_path, "b", attempt=2).life == 3  # the next attempt is not concerned
 
@@ -168,7 +170,9 @@ def test_racing_claims(tmp_path: Path, kind: str) -> None:
     people = [f"{n}:0" if kind == "twins" else f"a:{n}" for n in range(16)]
     racers = [
         subprocess.Popen(
-            [sys.executable, "-S", "-c", RACE, root, str(tmp_path), who, str(start)], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-S", "-c", RACE, root, str(tmp_path), who, str(start)],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for who in people
     ]

@@ -15,7 +15,9 @@ from airflow_gpu.runtime.due import AHEAD_SECONDS, Decider, Follower, News
 class World:
     """Rank 0 and followers on a clock of their own, with messages that take their time."""
 
-    def __init__(self, asked: list[int], interval: float | None, ranks: int, seed: int, notice_at: float | None) -> None:
+    def __init__(
+        self, asked: list[int], interval: float | None, ranks: int, seed: int, notice_at: float | None
+    ) -> None:
         self.asked = asked
         self.random = random.Random(seed)
         self.decider = Decider(interval, 0.0)
@@ -70,7 +72,9 @@ def worlds(draw_steps: st.SearchStrategy[list[int]]) -> st.SearchStrategy[World]
     )
 
 
-DENSE = st.integers(0, 1000).flatmap(lambda start: st.integers(1, 80).map(lambda n: list(range(start, start + n))))
+DENSE = st.integers(0, 1000).flatmap(
+    lambda start: st.integers(1, 80).map(lambda n: list(range(start, start + n)))
+)
 SPARSE = st.lists(st.integers(0, 5000), min_size=1, max_size=60, unique=True).map(sorted)
 
 
@@ -166,7 +170,9 @@ def test_real_threads_at_random_speeds() -> None:
                 answers[rank].append(follower.ask(step))
             time.sleep(random.random() / 1000 if rank % 2 else 0)
 
-    threads = [threading.Thread(target=leader)] + [threading.Thread(target=follow, args=(r,)) for r in range(1, ranks)]
+    threads = [threading.Thread(target=leader)] + [
+        threading.Thread(target=follow, args=(r,)) for r in range(1, ranks)
+    ]
     for thread in threads:
         thread.start()
     time.sleep(0.05)

@@ -31,11 +31,19 @@ def environment(tmp_path: Path, base: dict[str, str], local: int = 1, **fields: 
 
 def test_identity_comes_from_the_platform(tmp_path: Path) -> None:
     job = a_job(tmp_path, nodes=4)
-    given = Node.of(job, {"SLURM_NODEID": "2", "SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "3", "SLURM_JOB_GPUS": "0,1"})
+    given = Node.of(
+        job, {"SLURM_NODEID": "2", "SLURM_JOB_ID": "77", "SLURM_RESTART_COUNT": "3", "SLURM_JOB_GPUS": "0,1"}
+    )
     assert (given.rank, given.job_id, given.restart, given.gpus) == (2, "77", 3, ("0", "1"))
-    given = Node.of(job, {"JOB_COMPLETION_INDEX": "1", "GANG_JOB_ID": "uid", "GANG_GPUS": "", "SLURM_NODEID": ""})
+    given = Node.of(
+        job, {"JOB_COMPLETION_INDEX": "1", "GANG_JOB_ID": "uid", "GANG_GPUS": "", "SLURM_NODEID": ""}
+    )
     assert (given.rank, given.job_id, given.restart, given.gpus) == (1, "uid", 0, None)
-    for env, words in (({}, "GANG_NODE_RANK"), ({"GANG_NODE_RANK": "0"}, "GANG_JOB_ID"), ({"GANG_NODE_RANK": "x"}, "no number")):
+    for env, words in (
+        ({}, "GANG_NODE_RANK"),
+        ({"GANG_NODE_RANK": "0"}, "GANG_JOB_ID"),
+        ({"GANG_NODE_RANK": "x"}, "no number"),
+    ):
         with pytest.raises(Unusable, match=words):
             Node.of(job, env)
     alone = Node.of(a_job(tmp_path), {})
@@ -63,7 +71,13 @@ def test_gpus_are_divided(tmp_path: Path) -> None:
 
 def test_slurms_variables_speak_of_ranks(tmp_path: Path) -> None:
     # Slurm starts one task a node, the agent.
-    base = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NNODES": "2"}
+    base = {
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_TASKS_PER_NODE": "1(x2)",
+        "SLURM_NNODES": "2",
+    }
     env = environment(tmp_path, base, local=3)
     assert (env["SLURM_PROCID"], env["SLURM_LOCALID"], env["SLURM_NTASKS"]) == ("7", "3", "8")
     assert (env["SLURM_TASKS_PER_NODE"], env["SLURM_NNODES"]) == ("4(x2)", "2")
@@ -71,7 +85,9 @@ def test_slurms_variables_speak_of_ranks(tmp_path: Path) -> None:
 
 
 def test_what_is_told_of_the_gang(tmp_path: Path) -> None:
-    env = environment(tmp_path, {"PYTHONPATH": "/mine"}, env={"A": "1"}, checkpoint={"interval": 60, "keep": 1})
+    env = environment(
+        tmp_path, {"PYTHONPATH": "/mine"}, env={"A": "1"}, checkpoint={"interval": 60, "keep": 1}
+    )
     assert env["A"] == "1"
     assert env["SECRET"] == "s"
     assert env["PYTHONPATH"] == "/r.pyz:/mine"
@@ -82,7 +98,11 @@ def test_what_is_told_of_the_gang(tmp_path: Path) -> None:
     assert env["GANG_NODES"] == "10.0.0.1,10.0.0.2"
     assert env["TORCHELASTIC_USE_AGENT_STORE"] == "False"
     assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("10.0.0.1", "20001")
-    assert (env["JAX_COORDINATOR_ADDRESS"], env["JAX_NUM_PROCESSES"], env["JAX_PROCESS_ID"]) == ("10.0.0.1:20002", "8", "5")
+    assert (env["JAX_COORDINATOR_ADDRESS"], env["JAX_NUM_PROCESSES"], env["JAX_PROCESS_ID"]) == (
+        "10.0.0.1:20002",
+        "8",
+        "5",
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +151,13 @@ def test_jax_meets_without_arguments_under_slurm(bed: Bed) -> None:
             g.result([jax.process_count(), jax.device_count()])
         """,
     )
-    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "nowhere", "SLURM_NTASKS": "9", "SLURM_PROCID": "5", "SLURM_LOCALID": "0"}
+    slurm = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "nowhere",
+        "SLURM_NTASKS": "9",
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "0",
+    }
     assert sys.executable == bed.python
     assert bed.run(job, **slurm) == [0, 0], bed.log(0)
     assert bed.read("lives/0001/result.json") == [2, 2]

@@ -6,11 +6,12 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 
 import pytest
 
-from tests.runtime.bed import Bed, alive, eventually
+from tests.runtime.bed import QUICK, Bed, alive, eventually
 
 ENVIRONMENT = """
     import json, os
@@ -41,7 +42,7 @@ def pids(bed: Bed, count: int) -> list[int]:
 
 def test_success_leaves_evidence_of_every_rank(make_bed: Callable[..., Bed], each_python: str) -> None:
     bed = make_bed(each_python)
-    job = bed.payload(script=ENVIRONMENT, env={"MINE": "yes", "PYTHONPATH": "/else/where"})
+    job = bed.payload(constants={}, script=ENVIRONMENT, env={"MINE": "yes", "PYTHONPATH": "/else/where"})
     assert bed.run(job) == [0, 0]
     assert bed.codes() == [0, 0, 0, 0]
     assert [entry["local_rank"] for _, entry in sorted(bed.entries().items())] == [0, 1, 0, 1]
@@ -207,11 +208,7 @@ def test_a_killed_agent_takes_its_ranks_and_the_gang_with_it(bed: Bed, whom: str
     job = bed.payload(script=SLEEP)
     life = bed.start(job)
     ranks = pids(bed, 4)
-    guard = life.agents[node].pid
-    victim = guard
-    if whom == "agent":
-        [victim] = map(int, open(f"/proc/{guard}/task/{guard}/children").read().split())
-    os.kill(victim, signal.SIGKILL)
+    os.kill(life.agent(node) if whom == "agent" else life.agents[node].pid, signal.SIGKILL)
     codes = life.wait()
     eventually(lambda: not any(map(alive, ranks)), "ranks go on without their agent")
     assert codes[node] in (137, -9)
@@ -219,6 +216,52 @@ def test_a_killed_agent_takes_its_ranks_and_the_gang_with_it(bed: Bed, whom: str
     failure = bed.read("lives/0001/failure.json")
     assert (failure["cause"], failure["node"], failure["rank"]) == ("node", node, None)
     assert len(bed.entries()) == 2  # the surviving node tells how its ranks ended
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_an_agent_that_falls_silent_is_lost(bed: Bed, node: int) -> None:
+    """As when a machine stops without a word: connections stay open, nobody answers."""
+    job = bed.payload(
+        script=SLEEP,
+        ranks_per_node=1,
+        stop_grace=1,
+        constants={**QUICK, "SILENCE_SECONDS": 1.5, "BEAT_SECONDS": 0.3},
+    )
+    life = bed.start(job)
+    ranks = pids(bed, 2)
+    silent = life.agent(node)
+    os.kill(silent, signal.SIGSTOP)
+    assert life.agents[1 - node].wait(60) == 1
+    failure = bed.read("lives/0001/failure.json")
+    assert (failure["cause"], failure["node"]) == ("node", node)
+    assert "nothing was heard" in failure["message"]
+    os.kill(silent, signal.SIGCONT)  # it finds that it is out, and ends its rank
+    assert life.wait()[node] == 1
+    assert not any(map(alive, ranks))
+    assert len(bed.entries()) == 2
+
+
+def test_a_collective_that_breaks_before_the_node_is_missed_is_not_blamed(bed: Bed) -> None:
+    job = bed.payload(
+        ranks_per_node=1,
+        stop_grace=1,
+        constants={**QUICK, "SILENCE_SECONDS": 3.0, "BEAT_SECONDS": 0.3},
+        script="""
+        import os, sys, time
+        open(f"pid-{os.environ['RANK']}", "w").write(str(os.getpid()))
+        while not os.path.exists("broken"):
+            time.sleep(0.05)
+        sys.exit("connection reset by peer")
+        """,
+    )
+    life = bed.start(job)
+    pids(bed, 2)
+    os.kill(life.agent(1), signal.SIGSTOP)
+    time.sleep(1.2)  # long enough to be suspect
+    (bed.folder / "broken").touch()
+    assert life.agents[0].wait(60) == 1
+    failure = bed.read("lives/0001/failure.json")
+    assert (failure["cause"], failure["node"], failure["rank"]) == ("node", 1, None)
 
 
 def test_grandchildren_in_sessions_of_their_own_die_too(bed: Bed) -> None:
@@ -236,9 +279,7 @@ def test_grandchildren_in_sessions_of_their_own_die_too(bed: Bed) -> None:
     )
     life = bed.start(job)
     workers = pids(bed, 2)
-    guard = life.agents[0].pid
-    [agent] = map(int, open(f"/proc/{guard}/task/{guard}/children").read().split())
-    os.kill(agent, signal.SIGKILL)
+    os.kill(life.agent(0), signal.SIGKILL)
     life.wait()
     assert not any(map(alive, workers))
 
@@ -262,7 +303,7 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_grace(bed: Bed) -> None:
 
 
 def test_superseded_life_ends(bed: Bed) -> None:
-    job = bed.payload(script=SLEEP)
+    job = bed.payload(script=SLEEP, constants={**QUICK, "LOOK_SECONDS": 0.3})
     life = bed.start(job)
     ranks = pids(bed, 4)
     (bed.channel / "lives/0002.json").write_text(

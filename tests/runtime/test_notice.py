@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.runtime.bed import NOTICE, Bed, eventually
+from tests.runtime.bed import NOTICE, QUICK, Bed, eventually
 
 TRAIN = """
     import os, sys, time, random
@@ -29,7 +29,10 @@ TRAIN = """
             time.sleep(0.01 * random.random())
             state["sum"] += step
             g.progress(step + 1, TOTAL)
-            if g.checkpoint.due(step + 1):
+            due = g.checkpoint.due(step + 1)
+            if step == start:
+                open(f"asked-{rank}", "w").close()
+            if due:
                 with g.checkpoint.save(step + 1) as d:
                     (d / f"rank{rank}.txt").write_text(str(state["sum"]))
                     print("saved", step + 1, flush=True)
@@ -46,9 +49,9 @@ def saved(bed: Bed, rank: int, life: int = 1) -> list[int]:
     return [int(line.split()[1]) for line in bed.log(rank, life).splitlines() if line.startswith("saved")]
 
 
-def running(bed: Bed, life: int = 1) -> None:
-    """Wait until steps are made."""
-    eventually(lambda: (bed.read_or_none(f"lives/{life:04d}/progress.json") or {}).get("step", 0) > 0)
+def running(bed: Bed) -> None:
+    """Wait until every rank has asked once whether to save: before that they just leave on a notice."""
+    eventually(lambda: len(list(bed.folder.glob("asked-*"))) == 4)
 
 
 def test_all_ranks_save_the_same_step_and_the_next_life_goes_on_there(
@@ -74,7 +77,9 @@ def test_all_ranks_save_the_same_step_and_the_next_life_goes_on_there(
     assert not list(folder.parent.glob(".*"))
 
     # The platform starts the same job again; this time it ends.
-    (job.parent / "script.py").write_text((job.parent / "script.py").read_text().replace("100000", str(step + 5)))
+    (job.parent / "script.py").write_text(
+        (job.parent / "script.py").read_text().replace("100000", str(step + 5))
+    )
     assert bed.run(job, restart=1) == [0, 0]
     assert bed.read("lives/0002.json")["from"]["life"] == 1
     assert bed.read("lives/0002.json")["from"]["step"] == step
@@ -153,14 +158,15 @@ def test_a_rank_that_ends_well_after_a_notice_has_succeeded(bed: Bed) -> None:
         import os, time
         from airflow_gpu.runtime import gang
         with gang() as g:
-            g.progress(1)
+            g.notice
+            open(f"pid-{g.rank}", "w").close()
             while not g.notice:
                 time.sleep(0.01)
             g.result("done")
         """
     )
     life = bed.start(job)
-    running(bed)
+    eventually(lambda: len(list(bed.folder.glob("pid-*"))) == 4)
     life.signal(NOTICE)
     assert life.wait() == [0, 0]
     assert bed.codes() == [0, 0, 0, 0]
@@ -175,7 +181,8 @@ def test_a_failure_before_the_notice_or_besides_it_stays_a_failure(bed: Bed) -> 
         import os, sys, time
         from airflow_gpu.runtime import gang
         with gang() as g:
-            g.progress(1)
+            g.notice
+            open(f"pid-{g.rank}", "w").close()
             while not g.notice:
                 time.sleep(0.01)
             if g.rank == 1:
@@ -184,7 +191,7 @@ def test_a_failure_before_the_notice_or_besides_it_stays_a_failure(bed: Bed) -> 
         """,
     )
     life = bed.start(job)
-    running(bed)
+    eventually(lambda: len(list(bed.folder.glob("pid-*"))) == 2)
     life.signal(NOTICE)
     assert life.wait() == [1]
     assert "a mistake of its own" in bed.read("lives/0001/failure.json")["message"]
@@ -194,11 +201,12 @@ def test_a_program_that_never_asks_leaves_at_once(bed: Bed) -> None:
     # It uses the handle, but neither due() nor g.notice: it would only waste the platform's grace.
     job = bed.payload(
         nodes=1,
+        constants={**QUICK, "CLEANUP_SECONDS": 1.0},
         script="""
         import os, sys, time
         from airflow_gpu.runtime import gang
         with gang() as g:
-            g.progress(1)
+            open(f"asked-{g.rank}", "w").close()
             try:
                 if g.rank == 0:
                     time.sleep(1000)           # Python can be interrupted here
@@ -211,7 +219,7 @@ def test_a_program_that_never_asks_leaves_at_once(bed: Bed) -> None:
         """,
     )
     life = bed.start(job)
-    running(bed)
+    eventually(lambda: len(list(bed.folder.glob("asked-*"))) == 2)
     life.signal(NOTICE)
     assert life.wait() == [75]
     assert bed.codes() == [75, 75]
@@ -267,7 +275,10 @@ def test_notice_before_the_gang_is_whole(bed: Bed, nodes: list[int]) -> None:
 
 
 def test_nodes_that_vanish_after_a_notice_are_no_failure(bed: Bed) -> None:
-    job = bed.payload(script=train(100_000).replace("g.checkpoint.due(step + 1)", "g.notice and False"), stop_grace=1.0)
+    job = bed.payload(
+        script=train(100_000).replace("due = g.checkpoint.due(step + 1)", "due = g.notice and False"),
+        stop_grace=1.0,
+    )
     life = bed.start(job)
     running(bed)
     life.signal(NOTICE, node=0)

@@ -15,7 +15,7 @@ from airflow_gpu.runtime.files import Folder
 from airflow_gpu.runtime.manifest import Manifest, listing
 from airflow_gpu.runtime.member import Identity
 from airflow_gpu.runtime.saves import divide
-from tests.runtime.bed import NOTICE, Bed, eventually
+from tests.runtime.bed import NOTICE, QUICK, Bed, eventually
 from tests.runtime.test_claim import save
 
 
@@ -70,6 +70,26 @@ def test_exception_in_the_block_goes_on_its_way_and_the_others_go_on(bed: Bed) -
     for rank in (0, 1, 3):
         assert "CHECKPOINT OF STEP 1 WAS NOT SAVED: rank 2 failed in it: OSError: disk full" in bed.log(rank)
     assert not (bed.channel / "checkpoints/0001/step-000000001").exists()  # half of one, and older
+
+
+def test_a_save_can_be_tried_again(bed: Bed) -> None:
+    job = bed.payload(
+        script="""
+        from airflow_gpu.runtime import gang
+        for block in range(2):                 # and a program may join more than once
+            with gang() as g:
+                for n in range(2):
+                    try:
+                        with g.checkpoint.save(5 + block) as d:
+                            (d / f"rank{g.rank}").write_text("")
+                            assert n or g.rank, "not this time"
+                    except AssertionError:
+                        pass
+                assert [g.checkpoint.due(step) for step in range(1, 4)] == [False] * 3
+        """
+    )
+    assert bed.run(job) == [0, 0]
+    assert sorted(bed.manifests()) == [5, 6]
 
 
 def test_a_rank_that_has_left_is_not_waited_for(bed: Bed) -> None:
@@ -127,7 +147,7 @@ def test_ranks_find_a_damaged_checkpoint_that_the_claim_had_no_time_for(
     assert GangCheckpoint(Member(), env).restore(seen.append) == 100  # type: ignore[arg-type]
     assert seen == [path]
     (path / "rank1.bin").write_text("STATE of rank 1 at 100")
-    with pytest.raises(CheckpointError, match="rank1.bin has other content"):
+    with pytest.raises(CheckpointError, match=r"rank1\.bin has other content"):
         GangCheckpoint(Member(), env).restore(seen.append)  # type: ignore[arg-type]
     assert len(seen) == 1
     said: list[str] = []
@@ -221,6 +241,7 @@ def test_a_declared_one_is_sealed_while_the_program_goes_on(bed: Bed) -> None:
     job = bed.payload(
         nodes=1,
         ranks_per_node=1,
+        constants={**QUICK, "LOOK_SECONDS": 0.3},
         script=PROGRAM.replace("DECLARE", "(d / '.complete').touch()").replace("END", "time.sleep(1000)"),
     )
     life = bed.start(job)
@@ -231,7 +252,9 @@ def test_a_declared_one_is_sealed_while_the_program_goes_on(bed: Bed) -> None:
 
 
 def test_an_end_by_the_notices_signal_is_not_clean(bed: Bed) -> None:
-    job = bed.payload(script=PROGRAM.replace("DECLARE", "").replace("END", "open('up', 'w'); time.sleep(1000)"))
+    job = bed.payload(
+        script=PROGRAM.replace("DECLARE", "").replace("END", "open('up', 'w'); time.sleep(1000)")
+    )
     life = bed.start(job)
     eventually((bed.folder / "up").exists)
     eventually((bed.channel / "checkpoints/0001/notes").exists)
@@ -270,7 +293,16 @@ def test_files_are_shared_out_evenly(sizes: list[int], shares: int) -> None:
 
 
 def test_listing_leaves_out_what_is_no_content(tmp_path: Path) -> None:
-    for name in ("a", "b/c", "manifest.json", "bad.json", ".complete", ".tmp-x-1", "b/manifest.json", ".metadata"):
+    for name in (
+        "a",
+        "b/c",
+        "manifest.json",
+        "bad.json",
+        ".complete",
+        ".tmp-x-1",
+        "b/manifest.json",
+        ".metadata",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert listing(str(tmp_path)) == [".metadata", "a", "b/c", "b/manifest.json"]

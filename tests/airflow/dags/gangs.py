@@ -95,9 +95,9 @@ def functions():
         return [1, 2, 3]
 
     @task.gang(nodes=1, gpus_per_node=2, time_limit="5m")
-    def add(values: list, offset: int = 0, *, label: str, ds=None, gang=None) -> dict:
+    def add(values: list, offset: int = 0, *, label: str, run_id=None, gang=None) -> dict:
         """The sum, from every rank's point of view."""
-        return {"sum": sum(values) + offset, "label": label, "ranks": gang.world_size}
+        return {"sum": sum(values) + offset, "label": label, "ranks": gang.world_size, "run_id": run_id}
 
     @task.gang(nodes=1, gpus_per_node=1, time_limit="5m")
     def square(x):

@@ -21,7 +21,7 @@ from airflow_gpu.gang.run import State
 from airflow_gpu.targets.base import Job, JobRef, Sighting
 from airflow_gpu.targets.local import Admin, LocalConfig, LocalTarget
 from airflow_gpu.targets.local.files import Folder, read_json
-from airflow_gpu.targets.local.processes import Ident, Marker, read_marker, read_process
+from airflow_gpu.targets.local.processes import Ident, Marker, read_marker, read_process, send
 
 PATIENCE = 60.0
 """Seconds for anything that must happen: bounds a hang, measures nothing."""
@@ -126,6 +126,11 @@ class Bed:
         """The living processes that carry the job's mark."""
         return {ident: mark for ident, mark in marked().items() if mark.job == self.id_of(job)}
 
+    def kill_processes(self, job: Job) -> None:
+        """SIGKILL everything of a job behind the daemon's back."""
+        for ident in self.processes(job):
+            send(ident, signal.SIGKILL)
+
     def daemon_pid(self) -> int:
         about = read_json(self.folder.daemon)
         assert about is not None
@@ -148,7 +153,7 @@ class Bed:
         finally:
             for ident, mark in marked().items():
                 if mark.job in ids:
-                    os.kill(ident.pid, signal.SIGKILL)
+                    send(ident, signal.SIGKILL)
 
 
 def _named(name: str) -> Job:

@@ -24,8 +24,10 @@ from airflow_gpu.targets.local.cluster import Cluster
 from airflow_gpu.targets.local.daemon import take_lock
 from airflow_gpu.targets.local.files import read_json
 from airflow_gpu.targets.local.processes import read_process
-from airflow_gpu.targets.local.records import Place, Spec
+from airflow_gpu.targets.local.records import Cause, JobState, Place, Spec
 from airflow_gpu.targets.local.schedule import Share
+from airflow_gpu.targets.local.supervise import Gang
+from airflow_gpu.targets.local.words import Word
 
 from .conftest import SAVE, STAY, Bed
 
@@ -270,6 +272,41 @@ async def test_a_fenced_start_never_runs(bed: Bed) -> None:
     assert launch.read_exit(files, 0, place) is None
 
 
+async def test_killed_in_the_middle_of_a_start_no_late_shell_runs(bed: Bed) -> None:
+    """The daemon wrote down a start and a kill, and died before it did either."""
+    target = bed.target()
+    Client(bed.path).make(bed.config().cluster())
+    for node in range(2):
+        bed.admin.drain(node)
+    job = bed.job(ONCE + "exit 0", nodes=2)
+    await target.submit(job)
+    await bed.until(target, job, State.QUEUED)
+    bed.admin.stop()
+    mine = Cluster(bed.folder)
+    mine.load()
+    gang = mine.gangs[job.name]
+    gang.state.word, gang.state.boot, gang.state.started = Word.LAUNCHING, mine.boot, time.monotonic()
+    gang.state.places = [Place(0, 0), Place(1, 1)]
+    supervise.stop(gang, Cause.CANCEL, 0, "cancelled", notice=False)
+    assert gang.state.stop is not None
+    gang.state.stop.killed = True
+    gang.save()
+    await bed.until(target, job, State.CANCELLED)
+    child = launch.spawn(gang.spec, gang.folder, 0, gang.state.places[0])
+    assert await asyncio.to_thread(child.wait) == 70
+    assert not (bed.marks / "starts").exists()
+
+
+async def test_a_start_must_be_on_the_disk_and_the_rest_goes_on_without(bed: Bed) -> None:
+    spec = a_job(bed, "exit 0")
+    gang = Gang(spec, bed.folder.job(spec.name), JobState(spec.id, 1), "boot")
+    gang.try_save()  # its folder is not there, as on a full disk
+    with pytest.raises(OSError):
+        supervise.start(gang, [Share(0, ())])
+    assert gang.state.word is Word.PENDING
+    assert not (bed.marks / "starts").exists()
+
+
 async def test_a_pid_that_came_again_is_nobody_of_ours(bed: Bed) -> None:
     spec = a_job(bed, "exit 0")
     files = bed.folder.job(spec.name)
@@ -291,8 +328,7 @@ async def test_after_a_restart_of_the_machine_running_gangs_are_lost_and_nobody_
     await target.submit(queued)
     await bed.until(target, queued, State.QUEUED)
     bed.admin.stop()
-    for ident in bed.processes(job):
-        os.kill(ident.pid, signal.SIGKILL)
+    bed.kill_processes(job)
     path = bed.folder.job(job.name).state
     state = read_json(path)
     assert state is not None

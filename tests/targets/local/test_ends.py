@@ -281,8 +281,7 @@ async def test_a_node_that_vanishes_without_a_word_is_lost(bed: Bed) -> None:
     job = bed.job(SAVE + STAY)
     await target.submit(job)
     await bed.appears("up-0-0")
-    for ident in bed.processes(job):
-        os.kill(ident.pid, signal.SIGKILL)
+    bed.kill_processes(job)
     seen = await bed.until(target, job, State.NODE_LOST)
     assert "vanished" in seen.reason
     assert seen.blamed_hosts == ("node-0",)
@@ -302,7 +301,7 @@ async def test_a_killed_agent_is_failed_and_its_orphans_are_ended(bed: Bed) -> N
 
 
 async def test_ranks_that_hide_are_killed_too(bed: Bed) -> None:
-    target = bed.target(grace=0.5)
+    target = bed.target(grace=60)
     # A rank that double-forks into a session of its own, overwrites its environment and ignores the notice.
     hide = (
         "import os, signal, sys, time\n"
@@ -315,13 +314,14 @@ async def test_ranks_that_hide_are_killed_too(bed: Bed) -> None:
         "sys.argv[1]], {'hidden': '1'})\n"
     )
     (bed.root / "hide.py").write_text(hide)
-    job = bed.job(f"{sys.executable} -S {bed.root}/hide.py $MARKS/hidden\n{SAVE}{STAY}")
+    # It hides on the notice, so that the daemon has never looked at it before its agent is over.
+    hiding = f"{sys.executable} -S {bed.root}/hide.py $MARKS/hidden; while ! [ -s $MARKS/hidden ]; do :; done"
+    job = bed.job(f"trap '{hiding}; exit 75' TERM\n{UP}{STAY}")
     await target.submit(job)
-    await bed.appears("hidden", "up-0-0")
-    pid = int((bed.marks / "hidden").read_text())
-    os.kill(pid, 0)
+    await bed.appears("up-0-0")
     bed.admin.preempt(job.name)
     await bed.until(target, job, State.PREEMPTED)
+    pid = int((bed.marks / "hidden").read_text())
     hidden = read_process(pid)
     assert hidden is None or hidden.dead
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from airflow.sdk.bases.decorator import DecoratedOperator, task_decorator_factory
 from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS
@@ -98,7 +98,7 @@ class GangDecoratedOperator(DecoratedOperator, GangOperator):
         for name in inspect.signature(self.python_callable).parameters:
             value = context.get(name) if name in KNOWN_CONTEXT_KEYS and named.get(name) is None else None
             if name == "params" and value is not None:
-                named[name] = dict(value)
+                named[name] = dict(cast("Any", value))
             elif isinstance(value, (str, int, float)):
                 named[name] = value
         self.op_kwargs = named

@@ -33,6 +33,7 @@ RESERVED_ENV: Final = frozenset(
         *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
         *("TORCHELASTIC_USE_AGENT_STORE",),
         *("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"),
+        *("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"),
     }
 )
 """Environment names that the runtime sets on ranks, beside all that begin with ``GANG_``."""

@@ -23,7 +23,7 @@ import time
 from typing import Any, Callable, Dict, Optional, Tuple
 
 from airflow_gpu.runtime.checkpoint import life_folder
-from airflow_gpu.runtime.claim import Claim, NoLife, NotClaimed, await_life, claim, life_root
+from airflow_gpu.runtime.claim import AlreadyDone, Claim, NoLife, NotClaimed, await_life, claim, life_root
 from airflow_gpu.runtime.control import FLUSH_SECONDS, Server, control_address, listen
 from airflow_gpu.runtime.environment import Place, mpi_environment, node_environment, rank_environment
 from airflow_gpu.runtime.files import Folder
@@ -77,6 +77,7 @@ class Agent:
         self.started = False
         self.finishing = False
         self.recorded = False
+        self.unwritten = False  # the channel did not take this node's record
         self.lost: Optional[str] = None
         self.environment: Dict[str, str] = {}
         self._guard = guard
@@ -103,6 +104,9 @@ class Agent:
             joined = self._join()
             while self.code is None and joined:
                 self._turn()
+        except AlreadyDone as error:
+            self.log(str(error))
+            self.code = 0
         except NotClaimed as error:
             self.log(f"not claimed: {error}")
             self.code = EXIT_NOT_CLAIMED
@@ -286,7 +290,7 @@ class Agent:
         self.recorded = True
         self.processes.kill()  # what ranks left behind
         ranks = [rank.to_dict() for _, rank in sorted(self.processes.ranks.items())]
-        create_surely(
+        self.unwritten = not create_surely(
             self.channel,
             f"{life_root(self.claim.life)}/nodes/{self.node.rank:04d}.json",
             node_record(self.claim.life, self.node.rank, self.node.host, ranks),
@@ -298,7 +302,7 @@ class Agent:
             self._leave_lost()
 
     def _leave_lost(self) -> None:
-        if self._all_good():
+        if self._all_good() and not self.unwritten:
             self.code = 0
         elif self.noticed is not None:
             self.code = EXIT_PREEMPTED
@@ -321,6 +325,8 @@ class Agent:
         code = int(m["code"])
         # A node whose ranks all ended well has done its part, whatever became of the others.
         self.code = 0 if self._all_good() else code
+        if self.code == 0 and self.unwritten:
+            self.code = EXIT_FAILED  # nobody could tell that it went well
         self.log(f"life {self.claim.life} is over ({m['kind']}); this node ends with {self.code}")
 
     def _all_good(self) -> bool:

@@ -28,7 +28,13 @@ MOMENT = (1980, 1, 1, 0, 0, 0)
 READABLE = 0o644 << 16
 
 MAIN = """\
+import signal
 import sys
+
+if sys.argv[1:2] == ["agent"]:
+    # A notice may come while the rest is still being loaded; the agent takes it when it can.
+    notices = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, notices)
 
 from airflow_gpu.runtime.cli import main
 

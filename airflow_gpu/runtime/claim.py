@@ -3,7 +3,7 @@
 Purpose: nothing computes twice. A claim and a fence create the *same next
 file*, so they cannot both succeed; a twin that was submitted anyway, a job that
 starts after its successor, a second start of the same restart: each finds an
-entry that tells it to leave. The four rules are in ``docs/run-directory.md``.
+entry that tells it to leave. The rules are in ``docs/run-directory.md``.
 
 Limits: an entry that cannot be read (a writer that died half-way on a store
 without hard links) might be a fence, so it makes the claim fail.
@@ -37,6 +37,10 @@ class NotClaimed(Exception):
     """This job must not compute. The message says which entry says so."""
 
 
+class AlreadyDone(Exception):
+    """An earlier life of this attempt has succeeded. A platform may start a gang again that exits 0 in its grace."""
+
+
 class NoLife(Exception):
     """Node 0 claimed no life in time."""
 
@@ -53,6 +57,8 @@ class Entry:
     control: str
     start: Optional[Tuple[int, int]]
     reason: str = ""
+    nodes: int = 0
+    processes: int = 0
 
     @property
     def where(self) -> str:
@@ -112,11 +118,13 @@ def _entry(number: int, body: Dict[str, Any]) -> Entry:
         control=str(body.get("control", "")),
         start=(int(start["life"]), int(start["step"])) if start else None,
         reason=str(body.get("reason", "")),
+        nodes=int(body.get("nodes", 0)),
+        processes=int(body.get("processes", 0)),
     )
 
 
 def refuse(found: List[Entry], job: Job, node: Node) -> None:
-    """Rules 2 and 3. Raises NotClaimed."""
+    """Rules 3 and 4. Raises NotClaimed."""
     for entry in found:
         if entry.attempt > job.attempt:
             raise NotClaimed(
@@ -136,6 +144,21 @@ def refuse(found: List[Entry], job: Job, node: Node) -> None:
                 )
 
 
+def already_done(channel: Channel, found: List[Entry], job: Job) -> None:
+    """Rule 2. Raises AlreadyDone when the newest life of this attempt has a record of success from every rank."""
+    lives = [entry for entry in found if entry.kind == "life" and entry.attempt == job.attempt]
+    if not lives:
+        return
+    last, ranks = lives[-1], []
+    for node in range(last.nodes):
+        try:
+            ranks += read_json(channel, f"{life_root(last.number)}/nodes/{node:04d}.json")["ranks"]
+        except (Missing, Torn, KeyError, TypeError):
+            return
+    if len(ranks) == last.processes and all(rank.get("exit_code") == 0 for rank in ranks):
+        raise AlreadyDone(f"life {last.number} has succeeded: there is nothing left to do")
+
+
 def ancestors_of(found: List[Entry], job: Job) -> List[Ancestor]:
     """The earlier lives whose checkpoints count, in order.
 
@@ -149,12 +172,13 @@ def ancestors_of(found: List[Entry], job: Job) -> List[Ancestor]:
 def claim(channel: Folder, job: Job, node: Node, control: str, report: Callable[[str], None]) -> Claim:
     """Claim the next life for node 0, whose control channel listens at ``control`` (``host:port``).
 
-    Raises NotClaimed, OSError.
+    Raises AlreadyDone, NotClaimed, OSError.
     """
     chosen_for: Optional[List[Ancestor]] = None
     start: Optional[Start] = None
     while True:
         found = entries(channel)
+        already_done(channel, found, job)
         refuse(found, job, node)
         number = max([job.first_life, *(entry.number + 1 for entry in found)])
         ancestors = ancestors_of(found, job)
@@ -208,7 +232,7 @@ def await_life(
     """For the other nodes: the life that node 0 of this very start claims.
 
     ``until``: of ``time.monotonic``. Answers None when ``interrupted`` says so.
-    Raises NoLife when it takes longer, NotClaimed when this start must leave.
+    Raises NoLife when it takes longer, AlreadyDone or NotClaimed when this start must leave.
     """
     while not interrupted():
         found = entries(channel)
@@ -219,6 +243,7 @@ def await_life(
             == ("life", job.attempt, node.job_id, node.restart)
         ]
         if not mine:
+            already_done(channel, found, job)
             refuse(found, job, node)
         elif found[-1].number > mine[-1].number:
             raise NotClaimed(f"{mine[-1].where} is over: {found[-1].where} came after it")

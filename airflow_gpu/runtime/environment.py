@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Tuple
 
 from airflow_gpu.runtime.job import Job, Node
 from airflow_gpu.runtime.wire import Message
@@ -65,6 +65,12 @@ def node_environment(place: Place, base: Mapping[str, str], secrets: Mapping[str
             "NPROC_PER_NODE": str(job.ranks_per_node),
             "MASTER_ADDR": str(start["master_addr"]),
             "MASTER_PORT": str(start["master_port"]),
+            # What torchrun takes for --nnodes, --nproc-per-node, --node-rank ... when they are not given.
+            "PET_NNODES": str(job.nodes),
+            "PET_NPROC_PER_NODE": str(job.ranks_per_node),
+            "PET_NODE_RANK": str(place.node.rank),
+            "PET_MASTER_ADDR": str(start["master_addr"]),
+            "PET_MASTER_PORT": str(start["master_port"]),
             "GANG_RUN": job.run,
             "GANG_ATTEMPT": str(job.attempt),
             "GANG_LIFE": str(place.life),
@@ -119,23 +125,23 @@ def rank_environment(place: Place, common: Mapping[str, str], local: int) -> Dic
             "JAX_PROCESS_ID": str(rank),
         }
     )
-    if "CUDA_VISIBLE_DEVICES" not in job.env:
-        share = devices(node.gpus, job.gpus_per_node, job.ranks_per_node, local)
-        if share is not None:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(share)
-            # JAX under Slurm would otherwise take the local rank for a device number.
-            env.setdefault("JAX_LOCAL_DEVICE_IDS", ",".join(str(i) for i in range(len(share))))
+    # As under torchrun, a rank sees all devices of its node and takes the one of its LOCAL_RANK:
+    # `torch.cuda.set_device(local_rank)` is in every script. JAX is told which are this rank's.
+    count = len(node.gpus) if node.gpus is not None else job.gpus_per_node
+    share = devices(count, job.ranks_per_node, local)
+    if share is not None and "CUDA_VISIBLE_DEVICES" not in job.env:
+        env.setdefault("JAX_LOCAL_DEVICE_IDS", ",".join(share))
     env.update(_slurm(common, job, rank, local))
     return env
 
 
-def devices(named: Optional[Sequence[str]], count: int, ranks: int, local: int) -> Optional[Tuple[str, ...]]:
-    """The share of a node's devices that one rank sees; None when there is nothing to divide.
+def devices(count: int, ranks: int, local: int) -> Optional[Tuple[str, ...]]:
+    """One rank's share of its node's devices, by their numbers on the node; None when there is nothing to divide.
 
     Contiguous equal shares. More ranks than devices share them evenly. A number
-    that does not divide is left undivided: every rank sees all.
+    that does not divide is left undivided: every rank has all.
     """
-    all_devices = tuple(named) if named is not None else tuple(str(i) for i in range(count))
+    all_devices = tuple(str(i) for i in range(count))
     if not all_devices:
         return None
     if len(all_devices) % ranks == 0:

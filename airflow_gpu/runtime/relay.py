@@ -31,7 +31,7 @@ class Relay:
         host, line = str(message["host"]), str(message["line"])
         node = self.node_of(host)
         if node is None:
-            known = ", ".join(str(agent.hello.get("addr")) for agent in self._agents().values())
+            known = ", ".join(str(agent.hello.get("addr")) for _, agent in sorted(self._agents().items()))
             self._answer(peer, NO_SUCH_NODE, f"{host} is no node of this gang ({known})\n")
             return
         number = next(self._numbers)

@@ -57,13 +57,16 @@ def test_own_address_is_one_that_others_can_reach() -> None:
 
 def test_gpus_are_divided(tmp_path: Path) -> None:
     eight = tuple(map(str, range(8)))
-    assert [devices(eight, 8, 8, r) for r in range(8)] == [(d,) for d in eight]
-    assert [devices(None, 8, 2, r) for r in range(2)] == [eight[:4], eight[4:]]
-    assert [devices(("0", "1"), 2, 4, r) for r in range(4)] == [("0",), ("0",), ("1",), ("1",)]
-    assert devices(eight, 8, 3, 1) == eight
-    assert devices(None, 0, 4, 0) is None
+    assert [devices(8, 8, r) for r in range(8)] == [(d,) for d in eight]
+    assert [devices(8, 2, r) for r in range(2)] == [eight[:4], eight[4:]]
+    assert [devices(2, 4, r) for r in range(4)] == [("0",), ("0",), ("1",), ("1",)]
+    assert devices(8, 3, 1) == eight
+    assert devices(0, 4, 0) is None
     env = environment(tmp_path, {"GANG_GPUS": "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f,GPU-g,GPU-h"}, local=1)
-    assert (env["CUDA_VISIBLE_DEVICES"], env["JAX_LOCAL_DEVICE_IDS"]) == ("GPU-c,GPU-d", "0,1")
+    assert (env["CUDA_VISIBLE_DEVICES"], env["JAX_LOCAL_DEVICE_IDS"]) == (
+        "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e,GPU-f,GPU-g,GPU-h",
+        "2,3",
+    )
     env = environment(tmp_path, {"GANG_GPUS": "0,1,2,3"}, env={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     assert env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"  # the user has the last word
     assert "JAX_LOCAL_DEVICE_IDS" not in env

@@ -237,13 +237,14 @@ def _look(gang: Gang) -> None:
         if place.over or _take_exit(gang, place):
             continue
         if place.shim is None:
+            # In this order: a claim that appears between the two questions must not look like one who left.
+            if not launch.claimed(folder, restart, place):
+                _look_before_claim(gang, place)
+                continue
             place.shim = launch.read_claim(folder, spec, restart, place)
         if place.agent is None:
             place.agent = launch.read_agent(folder, spec, restart, place)
         if place.shim is not None and alive(Ident(*place.shim)):
-            continue
-        if place.shim is None and not launch.claimed(folder, restart, place):
-            _look_before_claim(gang, place)
             continue
         # It was there and is gone. It may have written its exit code after we looked for it.
         if not _take_exit(gang, place):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,13 +24,13 @@ from airflow_gpu.targets.local.client import Client, ClientError
 from airflow_gpu.targets.local.cluster import Cluster
 from airflow_gpu.targets.local.daemon import take_lock
 from airflow_gpu.targets.local.files import read_json
-from airflow_gpu.targets.local.processes import read_process
+from airflow_gpu.targets.local.processes import read_process, send
 from airflow_gpu.targets.local.records import Cause, JobState, Place, Spec
 from airflow_gpu.targets.local.schedule import Share
 from airflow_gpu.targets.local.supervise import Gang
 from airflow_gpu.targets.local.words import Word
 
-from .conftest import SAVE, STAY, Bed
+from .conftest import SAVE, STAY, Bed, marked
 
 ONCE = "echo $GANG_RESTART.$GANG_NODE_RANK >> $MARKS/starts\n"
 
@@ -305,6 +306,34 @@ async def test_a_start_must_be_on_the_disk_and_the_rest_goes_on_without(bed: Bed
         supervise.start(gang, [Share(0, ())])
     assert gang.state.word is Word.PENDING
     assert not (bed.marks / "starts").exists()
+
+
+async def test_a_claim_that_appears_while_we_look_is_not_taken_for_a_lost_node(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = a_job(bed, STAY)
+    gang = Gang(spec, bed.folder.job(spec.name), JobState(spec.id, 1, Word.LAUNCHING), "boot")
+    gang.folder.root.mkdir(parents=True)
+    launch.prepare(gang.folder, 0)
+    place = Place(0, 0)
+    gang.state.places, gang.state.started = [place], time.monotonic()
+    real = launch.claimed
+
+    def claimed(*args: Any) -> bool:
+        """The shell comes to its claim at the very moment of the question."""
+        if not gang.children:
+            gang.children[0] = launch.spawn(spec, gang.folder, 0, place)
+            while not real(gang.folder, 0, place):
+                time.sleep(0.01)
+        return real(*args)
+
+    monkeypatch.setattr(launch, "claimed", claimed)
+    supervise.advance(gang, None)
+    assert (place.over, place.shim is None) == (False, False)
+    for ident, mark in marked().items():
+        if mark.job == spec.id:
+            send(ident, signal.SIGKILL)
+    gang.children[0].wait()
 
 
 async def test_a_pid_that_came_again_is_nobody_of_ours(bed: Bed) -> None:

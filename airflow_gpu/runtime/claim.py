@@ -149,13 +149,16 @@ def already_done(channel: Channel, found: List[Entry], job: Job) -> None:
     lives = [entry for entry in found if entry.kind == "life" and entry.attempt == job.attempt]
     if not lives:
         return
-    last, ranks = lives[-1], []
+    last, count = lives[-1], 0
     for node in range(last.nodes):
         try:
-            ranks += read_json(channel, f"{life_root(last.number)}/nodes/{node:04d}.json")["ranks"]
+            ranks = read_json(channel, f"{life_root(last.number)}/nodes/{node:04d}.json")["ranks"]
+            if any(rank["exit_code"] != 0 for rank in ranks):
+                return  # at the first: every waiting node asks, again and again
         except (Missing, Torn, KeyError, TypeError):
             return
-    if len(ranks) == last.processes and all(rank.get("exit_code") == 0 for rank in ranks):
+        count += len(ranks)
+    if 0 < count == last.processes:
         raise AlreadyDone(f"life {last.number} has succeeded: there is nothing left to do")
 
 

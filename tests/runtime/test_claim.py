@@ -306,6 +306,21 @@ def test_agents_of_a_twin_leave_with_76(bed: Bed) -> None:
     assert not (bed.channel / "lives/0002.json").exists()
 
 
+def test_a_gang_that_is_started_again_after_its_success_does_nothing(bed: Bed) -> None:
+    job = bed.payload(script="import os; open('ran', 'a').write('x')")
+    assert bed.run(job) == [0, 0]
+    again = bed.start(job, restart=1)
+    assert again.wait() == [0, 0]
+    assert "life 1 has succeeded" in again.log()
+    assert (bed.folder / "ran").read_text() == "xxxx"
+    assert not (bed.channel / "lives/0002.json").exists()
+    # One record less is no success, and neither is one of another attempt.
+    (bed.channel / "lives/0001/nodes/0001.json").rename(bed.folder / "record")
+    assert take(bed.channel, "job-1", restart=2).life == 2
+    (bed.folder / "record").rename(bed.channel / "lives/0001/nodes/0001.json")
+    assert take(bed.channel, "job-2", attempt=2).life == 3
+
+
 def test_agents_that_start_after_the_fence_leave_with_76(bed: Bed) -> None:
     job = bed.payload(script="open('started', 'w')")
     fence(bed.channel, 1, attempt=1)

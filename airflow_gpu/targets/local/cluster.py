@@ -95,7 +95,7 @@ class Cluster:
         self.publish()
 
     def detect(self) -> None:
-        """Split the machine as declared. Where that fails, nothing new starts; what runs is still looked after."""
+        """Split the machine as declared. Where that fails nothing new starts, but what runs is looked after."""
         try:
             self.nodes, self.problem = build_nodes(self.shape, detect_gpus()), ""
         except MachineError as error:
@@ -302,7 +302,7 @@ class Cluster:
         }
         # One job a line: an ended one is made into text only once, and people can grep.
         table = json.dumps(head, sort_keys=True)[:-1] + ', "jobs": {\n' + ",\n".join(rows) + "\n}}\n"
-        # Also when somebody else touched the file: a damaged table would stay "unknown" until the next change.
+        # Also when somebody else wrote the file: a damaged one would stay so until the next change.
         if table != self._table or _mark(self.folder.table) != self._written:
             replace_file(self.folder.table, table.encode())
             self._table, self._written = table, _mark(self.folder.table)

@@ -81,7 +81,7 @@ NEVER_PASSED: Final = ("AIRFLOW*", "_AIRFLOW*", "GANG_*", "CUDA_VISIBLE_DEVICES"
 
 LOG_LIMIT: Final = 16 * 2**20
 LOG_KEPT: Final = 2**20
-"""An agent's own output above LOG_LIMIT bytes is cut to its last LOG_KEPT. Ranks' output is on the channel."""
+"""An agent's own output above LOG_LIMIT bytes is cut to its last LOG_KEPT. Ranks write to the channel."""
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 

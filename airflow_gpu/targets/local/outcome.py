@@ -67,7 +67,7 @@ def conclude(spec: Spec, state: JobState, out_of_memory: frozenset[int] = frozen
     first = first_bad(state)
     assert first is not None
     others = sum(place.bad for place in state.places) - 1
-    ends = describe(first) + (f", and {others} more ended badly" if others else "")
+    ends = describe(first) + (f", and {others} more not with 0" if others else "")
     if stop is None or stop.cause is Cause.NODE_ENDED:
         if first.lost and first.exit is None:
             return Ending(Word.NODE_LOST, describe(first), blamed)

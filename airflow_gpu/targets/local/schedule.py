@@ -147,7 +147,7 @@ def schedule(nodes: Sequence[Node], jobs: Iterable[Job]) -> list[Action]:
 
 
 def impossible(nodes: Sequence[Node], request: Request) -> str:
-    """Why this request can never be met here, also when nothing runs and every node is up; empty when it can."""
+    """Why this request can never be met here, even with every node up and free; empty when it can."""
     asked = f"{request.nodes} nodes were asked for" if request.nodes != 1 else "1 node was asked for"
     if request.nodes > len(nodes):
         return f"{asked}, the cluster has {len(nodes)}"

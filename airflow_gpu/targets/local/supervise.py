@@ -80,7 +80,7 @@ class Gang:
             self._saved = data
 
     def try_save(self) -> None:
-        """Write the state down; on a full disk, next time. Not for a start, which must be on the disk first."""
+        """Write the state down; on a full disk, next time. Not for a start: that must be down first."""
         try:
             self.save()
             self._trouble = ""

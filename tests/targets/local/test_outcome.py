@@ -82,7 +82,7 @@ def test_the_reason_names_node_and_code() -> None:
     assert reason == "node 1 of the gang (node-1) ended with exit code 139 (SIGSEGV)"
     preempted = conclude(spec(), ended(place(0, 75), place(1, 75), cause=Cause.PREEMPT)).reason
     assert preempted == (
-        "why: node 0 of the gang (node-0) ended with exit code 75 (ended after a notice), and 1 more ended badly"
+        "why: node 0 of the gang (node-0) ended with exit code 75 (ended after a notice), and 1 more not with 0"
     )
 
 

@@ -15,6 +15,7 @@ Errors: :class:`LostRace` when another writer was first;
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from typing import Any
@@ -43,12 +44,18 @@ class Journal:
         self.path = path
         self.run = Run()
         self.entries: list[Entry] = []
+        # A driver and the one who stops it share this object: two readers at once would fold an entry twice.
+        self._lock = asyncio.Lock()
 
     def _file(self, seq: int) -> str:
         return f"{self.path}/journal/{seq:06d}.json"
 
     async def refresh(self) -> Run:
         """Read what others have added since the last time."""
+        async with self._lock:
+            return await self._read_on()
+
+    async def _read_on(self) -> Run:
         while True:
             try:
                 data = await self.store.get(self._file(self.run.seq + 1))
@@ -66,6 +73,10 @@ class Journal:
 
         :raises LostRace: there is a newer entry than those read.
         """
+        async with self._lock:
+            return await self._append(content, epoch, now)
+
+    async def _append(self, content: Entry, epoch: int, now: float) -> Run:
         entry: Entry = {
             "v": VERSION,
             "seq": self.run.seq + 1,

@@ -46,6 +46,9 @@ from airflow_gpu.runtime.words import (
 TICK_SECONDS = 1.0
 """Longest sleep of the main loop."""
 
+TELL_SECONDS = 10.0
+"""How long a node that got a notice before it has joined still tries to tell node 0."""
+
 LOST_GRACE = 10.0
 """For ranks to end after node 0 was lost; they cannot save without it."""
 
@@ -82,6 +85,7 @@ class Agent:
         self.environment: Dict[str, str] = {}
         self._guard = guard
         self._tools = ""
+        self._told_at: Optional[float] = None  # when a notice came while this node had not joined yet
         self._remote = Remote(self.processes, self._send)
         self._handlers: Dict[str, Callable[[Message], None]] = {
             "start": self._on_start,
@@ -166,13 +170,19 @@ class Agent:
         return True
 
     def _interrupted(self) -> bool:
-        """A notice came while nothing listens to the inbox yet. It is put back for whoever listens next."""
+        """Something came that ends the waiting for node 0. It is put back for whoever listens next.
+
+        After a notice the wait still goes on for a moment: node 0 should hear
+        of it, or it would wait for this node until the barrier's time is over.
+        """
         try:
             item = self.inbox.get_nowait()
         except queue.Empty:
             return False
         self.inbox.put(item)
-        return item[0] in ("signal", "guard")
+        if self._told_at is None:
+            self._told_at = time.monotonic()
+        return item[0] == "guard" or time.monotonic() - self._told_at >= TELL_SECONDS
 
     # -- the main loop ------------------------------------------------------------------------------
 

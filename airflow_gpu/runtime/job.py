@@ -164,12 +164,14 @@ class Node:
             job_id = f"unnamed-{secrets.token_hex(8)}"
         restart = _number(env, ("GANG_RESTART", "SLURM_RESTART_COUNT")) or 0
         gpus = _first(env, ("GANG_GPUS", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS"))
-        host = socket.gethostname()
+        # The platform's name of the node where it gives one: what it blames and excludes goes by that.
+        machine = socket.gethostname()
+        host = _first(env, ("GANG_NODE_NAME", "SLURMD_NODENAME")) or machine
         return cls(
             rank=rank,
             job_id=job_id,
             restart=restart,
-            address=_first(env, ("GANG_NODE_ADDR",)) or own_address(host, alone=job.nodes == 1),
+            address=_first(env, ("GANG_NODE_ADDR",)) or own_address(machine, alone=job.nodes == 1),
             host=host,
             gpus=None if gpus is None else tuple(part.strip() for part in gpus.split(",") if part.strip()),
         )

@@ -22,7 +22,12 @@ def test_a_restart_after_success_leaves_with_zero(tmp_path: Path) -> None:
 def test_a_restart_after_half_a_success_computes(tmp_path: Path) -> None:
     """Three of four good ends are no success."""
     bed = Bed(tmp_path)
-    payload = bed.payload(script="import os, sys; sys.exit(os.environ['RANK'] == '3' and os.environ['GANG_LIFE'] == '1')")
+    payload = bed.payload(
+        script="import os, sys; sys.exit(os.environ['RANK'] == '3' and os.environ['GANG_LIFE'] == '1')"
+    )
     assert 1 in bed.start(payload).wait()
     assert bed.start(payload, restart=1).wait() == [0, 0]
-    assert [path.name for path in sorted((bed.channel / "lives").glob("*.json"))] == ["0001.json", "0002.json"]
+    assert [path.name for path in sorted((bed.channel / "lives").glob("*.json"))] == [
+        "0001.json",
+        "0002.json",
+    ]

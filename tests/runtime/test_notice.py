@@ -259,19 +259,37 @@ def test_a_data_loaders_worker_dies_of_sigterm_as_ever(bed: Bed) -> None:
     assert bed.read("lives/0001/result.json") == [-15, False]
 
 
-@pytest.mark.parametrize("nodes", [[0], [1]])
-def test_notice_before_the_gang_is_whole(bed: Bed, nodes: list[int]) -> None:
+def test_notice_before_the_gang_is_whole(bed: Bed) -> None:
     job = bed.payload(script="open('started', 'w')")
-    life = bed.start(job, nodes=nodes)
-    if nodes == [0]:
-        bed.await_file("lives/0001.json")
-    else:
-        time.sleep(0.5)
+    life = bed.start(job, nodes=[0])
+    bed.await_file("lives/0001.json")
     life.signal(NOTICE)
     assert life.wait() == [75]
     assert not (bed.folder / "started").exists()
     assert bed.entries() == {}
+    assert bed.read("lives/0001/notice.json")["node"] == 0
     assert not (bed.channel / "lives/0001/failure.json").exists()
+
+
+def test_notice_to_a_node_that_waits_for_node_0(bed: Bed) -> None:
+    job = bed.payload(script="open('started', 'w')", constants={**QUICK, "TELL_SECONDS": 0.5})
+    life = bed.start(job, nodes=[1])
+    time.sleep(0.3)
+    life.signal(NOTICE)
+    assert life.wait() == [75]
+    assert not (bed.channel / "lives").exists()
+
+
+def test_a_node_tells_of_its_notice_as_soon_as_it_can(bed: Bed) -> None:
+    # Otherwise node 0 would wait for it until the barrier's time is over.
+    job = bed.payload(script="open('started', 'w')", nodes=3, barrier_timeout=600)
+    one = bed.start(job, nodes=[1])
+    time.sleep(0.3)
+    one.signal(NOTICE)
+    others = bed.start(job, nodes=[0, 2])
+    assert one.wait() + others.wait() == [75, 75, 75]
+    assert bed.read("lives/0001/notice.json")["node"] == 1
+    assert not (bed.folder / "started").exists()
 
 
 def test_nodes_that_vanish_after_a_notice_are_no_failure(bed: Bed) -> None:

@@ -89,7 +89,9 @@ class Driver:
         self._seen: Observation | None = None
         self._evidence: Evidence | None = None
         self._since: tuple[str, float] = ("", 0.0)
-        self._asked: float | None = None  # since when this driver has asked for the end of the current attempt
+        self._asked: float | None = (
+            None  # since when this driver has asked for the end of the current attempt
+        )
         self._failing: float | None = None  # since when the current attempt could not be submitted
         self._channels: dict[str, Channel] = {}
         self._log = RankLog(world.rank_log)
@@ -235,7 +237,9 @@ class Driver:
             channel = await self.channel(attempt)
             await stage(channel, target, self.key, self.incarnation, self.gang, attempt)
             secrets = await self.world.secrets(self.gang.secrets)
-            job = job_for(channel, target, self.key, self.incarnation, self.gang, attempt, secrets, self._blamed())
+            job = job_for(
+                channel, target, self.key, self.incarnation, self.gang, attempt, secrets, self._blamed()
+            )
             platform_id = await _uncancelled(target.submit(job))
         except (Rejected, NameTaken) as error:
             self._seen = self._word(attempt, State.REJECTED, str(error), now)
@@ -331,7 +335,9 @@ class Driver:
     async def _close(self, attempt: Attempt, outcome: Outcome) -> None:
         """Fence, look once more, then journal the end: no life may begin behind our back."""
         channel = await self.channel(attempt)
-        lives = await channel.fence(attempt.number, attempt.first_life, outcome.cause.value, self.world.clock())
+        lives = await channel.fence(
+            attempt.number, attempt.first_life, outcome.cause.value, self.world.clock()
+        )
         mine = [life.number for life in lives if life.attempt == attempt.number and not life.fence]
         if mine and mine[-1] != outcome.life:
             self._seen = self._evidence = None  # a life was claimed before the fence stood

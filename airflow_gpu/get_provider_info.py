@@ -32,11 +32,15 @@ def get_provider_info() -> dict[str, Any]:
                     "placeholders": {},
                 },
                 "conn-fields": {
-                    "path": _text("Folder", "Of the cluster's state, e.g. /var/lib/gangs. Default: ~/.airflow-gpu/local"),
+                    "path": _text(
+                        "Folder", "Of the cluster's state, e.g. /var/lib/gangs. Default: ~/.airflow-gpu/local"
+                    ),
                     "nodes": _number("Nodes", "Into how many nodes the GPUs are split. Default: 1"),
                     "gpus_per_node": _number("GPUs per node", "Empty: detected with nvidia-smi"),
                     "accelerator": _text("Accelerator", "Its name, e.g. H100. Empty: detected"),
-                    "grace": _number("Grace (seconds)", "From the notice of a preemption to the kill. Default: 30"),
+                    "grace": _number(
+                        "Grace (seconds)", "From the notice of a preemption to the kill. Default: 30"
+                    ),
                     "requeue": {
                         "label": "Requeue",
                         "description": "Start a preempted gang again by itself, as Slurm does",

@@ -50,9 +50,7 @@ RESULT_LIMIT = 32 * 1024
 """Bytes of a result that travel in XCom; a larger one is named by its URI."""
 
 
-async def build_record(
-    run: Run, gang: Gang, channel: Channel | None, journal: Journal
-) -> dict[str, Any]:
+async def build_record(run: Run, gang: Gang, channel: Channel | None, journal: Journal) -> dict[str, Any]:
     """The record of a run at its verdict, as JSON."""
     lives = [life for life in await channel.lives() if not life.fence] if channel else []
     last = run.attempts[-1] if run.attempts else None
@@ -84,9 +82,7 @@ def _lives_of(attempt: Attempt, lives: list[Life]) -> list[tuple[Life, float]]:
     """Lives of an attempt with their ends: the next one's start, or the attempt's end."""
     mine = [life for life in lives if life.attempt == attempt.number]
     end = attempt.outcome.at if attempt.outcome else attempt.at
-    return [
-        (life, mine[i + 1].at if i + 1 < len(mine) else max(end, life.at)) for i, life in enumerate(mine)
-    ]
+    return [(life, mine[i + 1].at if i + 1 < len(mine) else max(end, life.at)) for i, life in enumerate(mine)]
 
 
 def _attempt(attempt: Attempt, lives: list[Life]) -> dict[str, Any]:

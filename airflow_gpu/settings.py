@@ -49,5 +49,7 @@ def settings() -> Settings:
     try:
         seconds = float(poll or "5")
     except ValueError:
-        raise AirflowFailException(f"[gpu] poll_interval is {poll!r}; it must be a number of seconds") from None
+        raise AirflowFailException(
+            f"[gpu] poll_interval is {poll!r}; it must be a number of seconds"
+        ) from None
     return Settings(installation, state_uri, conf_get("state_conn_id"), max(0.05, seconds))

@@ -51,7 +51,8 @@ async def stage(
         command = list(gang.command or ())
     body: dict[str, Any] = {
         "v": PAYLOAD_VERSION,
-        "run": f"{key.dag_id}/{key.run_id}/{key.task_id}" + (f"[{key.map_index}]" if key.map_index >= 0 else ""),
+        "run": f"{key.dag_id}/{key.run_id}/{key.task_id}"
+        + (f"[{key.map_index}]" if key.map_index >= 0 else ""),
         "key": {
             "installation": key.installation,
             "dag_id": key.dag_id,

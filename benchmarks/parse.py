@@ -52,7 +52,11 @@ print("took", time.perf_counter() - start)
 def once(path: Path) -> float:
     """Milliseconds for the file, in an interpreter of its own."""
     out = subprocess.run(
-        [sys.executable, "-c", CHILD, str(path)], check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", CHILD, str(path)],
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     ).stdout
     return float(out.rsplit("took", 1)[1]) * 1000
 

@@ -33,7 +33,11 @@ def prepare() -> str:
     folder.mkdir(parents=True, exist_ok=True)
     images, labels = load_digits(return_X_y=True)
     x_train, x_test, y_train, y_test = train_test_split(
-        (images / 16.0).astype("float32"), labels.astype("int32"), test_size=0.2, random_state=0, stratify=labels
+        (images / 16.0).astype("float32"),
+        labels.astype("int32"),
+        test_size=0.2,
+        random_state=0,
+        stratify=labels,
     )
     np.savez(folder / "digits.npz", x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test)
     return str(folder)
@@ -96,7 +100,8 @@ def train(folder: str, steps: int, gang=None):
         rows = np.random.default_rng((1, step)).choice(len(x), batch, replace=False)
         mine = rows[gang.rank * batch // gang.world_size : (gang.rank + 1) * batch // gang.world_size]
         return [
-            jax.make_array_from_process_local_data(by_rank, part[mine], (batch, *part.shape[1:])) for part in (x, y)
+            jax.make_array_from_process_local_data(by_rank, part[mine], (batch, *part.shape[1:]))
+            for part in (x, y)
         ]
 
     # -- checkpoints: every rank writes its own share of weights and momenta, rank 0 the losses so far ----
@@ -120,7 +125,10 @@ def train(folder: str, steps: int, gang=None):
         state["losses"] = np.load(directory / "losses.npy").tolist()
 
     start = gang.checkpoint.restore(load)
-    print(f"rank {gang.rank} of {gang.world_size} on {len(jax.devices())} devices, from step {start}", flush=True)
+    print(
+        f"rank {gang.rank} of {gang.world_size} on {len(jax.devices())} devices, from step {start}",
+        flush=True,
+    )
     for name in ("weights", "momenta"):
         state[name] = [jax.device_put(a, everywhere) for a in state[name]]
     pause = float(os.environ.get("DEMO_PAUSE", "0"))

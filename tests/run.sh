@@ -39,6 +39,7 @@ summary() {
 stop_if_failed() { [ $FAILED = 0 ] || summary; }
 
 stage "ruff" "$BIN/ruff" check airflow_gpu tests dags benchmarks
+stage "format" "$BIN/ruff" format --check airflow_gpu tests dags benchmarks
 stage "mypy" "$BIN/mypy"
 stage "layers" "$BIN/lint-imports"
 [ "$MODE" = --lint ] && summary

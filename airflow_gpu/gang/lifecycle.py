@@ -210,10 +210,14 @@ def _finished(gang: Gang, attempt: Attempt, seen: Observation, now: float) -> Ac
     if attempt.stop is not None:
         if seen.asked is not None and now >= seen.asked + gang.stop_grace + FINISH_LIMIT:
             # Its ranks are over by their own word and the fence lets no other life begin.
-            return Close(attempt, _outcome(Cause.SUCCEEDED, seen, now, "the platform did not confirm the end"))
+            return Close(
+                attempt, _outcome(Cause.SUCCEEDED, seen, now, "the platform did not confirm the end")
+            )
         return Cancel(attempt, now + gang.stop_grace)
     if seen.requeued:
-        return RequestStop(attempt, "finished", "every rank succeeded, but the platform queued the gang again")
+        return RequestStop(
+            attempt, "finished", "every rank succeeded, but the platform queued the gang again"
+        )
     limit = seen.since + (gang.recovery.unknown_limit if seen.state is State.UNKNOWN else FINISH_LIMIT)
     if now >= limit:
         return RequestStop(attempt, "finished", "every rank succeeded, but the platform still holds the gang")
@@ -225,7 +229,10 @@ def _ended(attempt: Attempt, seen: Observation, now: float) -> Action:
         if attempt.stop is None:
             return Submit(attempt)
         # Never acknowledged, not there: it cannot start any more once it is fenced.
-        return Close(attempt, _outcome(STOP_CAUSES.get(attempt.stop.reason, Cause.STOPPED), seen, now, attempt.stop.detail))
+        return Close(
+            attempt,
+            _outcome(STOP_CAUSES.get(attempt.stop.reason, Cause.STOPPED), seen, now, attempt.stop.detail),
+        )
     cause, detail = _cause(attempt, seen)
     if cause is None:
         if now < seen.since + EVIDENCE_LIMIT:
@@ -259,7 +266,9 @@ def _cause(attempt: Attempt, seen: Observation) -> tuple[Cause | None, str]:
     if seen.notice:
         return Cause.PREEMPTED, "ended after the platform's notice"
     if seen.failure is not None:
-        by = {"node": Cause.NODE_LOST, "not_whole": Cause.NOT_WHOLE}.get(seen.failure.cause, Cause.APPLICATION)
+        by = {"node": Cause.NODE_LOST, "not_whole": Cause.NOT_WHOLE}.get(
+            seen.failure.cause, Cause.APPLICATION
+        )
         return by, seen.failure.message
     if seen.state is State.GONE:
         return Cause.GONE, reason or "its object vanished from the target"
@@ -293,13 +302,18 @@ def _limits(
     before = _spent(run, recovery, run.epoch, "preemptions")
     if allowed is not None and seen.restart and before + seen.restart > allowed:
         return RequestStop(
-            attempt, "preemptions", f"preempted {before + seen.restart} times, {allowed} allowed by recovery.preemptions"
+            attempt,
+            "preemptions",
+            f"preempted {before + seen.restart} times, {allowed} allowed by recovery.preemptions",
         )
     if seen.fruitless >= recovery.fruitless:
         return RequestStop(attempt, "fruitless", _fruitless(seen.fruitless, recovery))
     if seen.state is State.QUEUED:
         limit = seen.since + gang.placement.max_wait
-        reason, detail = "queued_too_long", f"waited longer than placement.max_wait ({_span(gang.placement.max_wait)})"
+        reason, detail = (
+            "queued_too_long",
+            f"waited longer than placement.max_wait ({_span(gang.placement.max_wait)})",
+        )
     elif seen.state is State.STARTING or seen.life is None or seen.life.restart < seen.restart:
         limit = seen.since + gang.placement.start_timeout
         reason = "not_started"
@@ -341,7 +355,9 @@ def _next(run: Run, gang: Gang, now: float, epoch: int) -> Action:
     if refusal is not None:
         return Finish("failed", outcome.cause, refusal)
     if end is not None and now >= end:
-        return Finish("failed", Cause.STOPPED, f"the deadline passed; the last attempt ended as {outcome.cause}")
+        return Finish(
+            "failed", Cause.STOPPED, f"the deadline passed; the last attempt ended as {outcome.cause}"
+        )
     streak = _streak(mine)
     if streak >= gang.recovery.fruitless:
         return Finish("failed", Cause.FRUITLESS, _fruitless(streak, gang.recovery))

@@ -97,7 +97,9 @@ class GangOperator(BaseOperator):
         self.gang = made.fields()
         self.overrides = overrides
         if isinstance(overrides, Mapping):
-            Gang.from_fields(_merge(self.gang, overrides), rendered=False)  # wrong fields are told when the DAG is parsed
+            Gang.from_fields(
+                _merge(self.gang, overrides), rendered=False
+            )  # wrong fields are told when the DAG is parsed
         self.deferrable = default_deferrable() if deferrable is None else deferrable
         self._killed = False
 
@@ -162,7 +164,9 @@ class GangOperator(BaseOperator):
         from airflow_gpu.rundir.slot import take
 
         ti = context["ti"]
-        key = RunKey(given.installation, ti.dag_id, ti.run_id, ti.task_id, -1 if ti.map_index is None else ti.map_index)
+        key = RunKey(
+            given.installation, ti.dag_id, ti.run_id, ti.task_id, -1 if ti.map_index is None else ti.map_index
+        )
         me = Try(str(ti.id), ti.try_number, ti.max_tries or 0)
         deadline = None
         if self.execution_timeout is not None:
@@ -181,8 +185,13 @@ class GangOperator(BaseOperator):
                 now=time.time(),
             )
             if not (held.claim.action == "new" and held.claim.stop):
-                self.log.info("%s: %s, owner %d of %s", held.claim.reason, held.claim.action, held.epoch,
-                              held.journal.path)
+                self.log.info(
+                    "%s: %s, owner %d of %s",
+                    held.claim.reason,
+                    held.claim.action,
+                    held.epoch,
+                    held.journal.path,
+                )
                 return held
             self.log.info("an earlier DAG run of this name still has a gang; ending it first")
             before = Gang.from_json(json.dumps(held.journal.gang_of(held.epoch)))
@@ -190,7 +199,9 @@ class GangOperator(BaseOperator):
             await driver.stop("user", "its DAG run was deleted and made again")
             verdict = await driver.run()
             if verdict is not None and verdict.cause is Cause.LOST_SIGHT:
-                raise GangFailed(f"the gang of an earlier DAG run of this name is not known to be over: {verdict.message}")
+                raise GangFailed(
+                    f"the gang of an earlier DAG run of this name is not known to be over: {verdict.message}"
+                )
 
     def _driver(self, held: Held, given: Settings, gang: Gang) -> Driver:
         from airflow_gpu.driver import Driver
@@ -250,9 +261,13 @@ class GangOperator(BaseOperator):
             self.log.warning("SIGTERM, and Airflow does not say why (%r): the gang goes on", error)
             raise SystemExit(143) from None
         if state == "running":
-            self.log.info("SIGTERM, but the task is still running for Airflow: the gang goes on, the next try adopts it")
+            self.log.info(
+                "SIGTERM, but the task is still running for Airflow: the gang goes on, the next try adopts it"
+            )
         else:
-            await driver.stop("user", f"the task was ended by a user's action (it is {state or 'cleared'} now)")
+            await driver.stop(
+                "user", f"the task was ended by a user's action (it is {state or 'cleared'} now)"
+            )
         raise SystemExit(143)
 
 
@@ -283,14 +298,19 @@ def answer(event: Mapping[str, Any]) -> dict[str, Any]:
         return record
     if outcome == "superseded":
         raise GangFailed(f"this try no longer has the run: {event.get('message')}")
-    lines = [f"the gang {outcome or 'ended without a verdict'} ({event.get('cause')}): {event.get('message')}"]
+    lines = [
+        f"the gang {outcome or 'ended without a verdict'} ({event.get('cause')}): {event.get('message')}"
+    ]
     attempts = record.get("attempts") or []
     for item in attempts:
         lives = ", ".join(
-            f"life {life['life']} " + (f"from step {life['from']['step']}" if life.get("from") else "from the beginning")
+            f"life {life['life']} "
+            + (f"from step {life['from']['step']}" if life.get("from") else "from the beginning")
             for life in item.get("lives", [])
         )
-        lines.append(f"  attempt {item['attempt']} on {item['target']}: {item['cause'] or 'not over'}; {lives or 'never started'}")
+        lines.append(
+            f"  attempt {item['attempt']} on {item['target']}: {item['cause'] or 'not over'}; {lives or 'never started'}"
+        )
     if record.get("checkpoint"):
         lines.append(f"  newest checkpoint: step {record['checkpoint']['step']}; a retry resumes from it")
     if record.get("run_dir"):

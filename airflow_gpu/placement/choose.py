@@ -49,7 +49,12 @@ def choose(gang: Gang, offers: Sequence[Offer], errors: Mapping[str, str] | None
     feasible.sort(key=lambda o: (not _free(o, gang), order.get(o.target, len(order))))
     chosen = feasible[0] if feasible else None
     others = [
-        (offer, "would have to wait" if chosen and _free(chosen, gang) and not _free(offer, gang) else "listed later")
+        (
+            offer,
+            "would have to wait"
+            if chosen and _free(chosen, gang) and not _free(offer, gang)
+            else "listed later",
+        )
         for offer in feasible[1:]
     ]
     others += [(offer, offer.reason) for offer in offers if offer.reason]

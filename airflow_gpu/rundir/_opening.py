@@ -117,9 +117,7 @@ def open_store(uri: str, options: dict[str, Any]) -> Any:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # obstore panics on options it half knows
             raise
-        raise ValueError(
-            f"{uri}: obstore cannot use these options: {sorted({*options, *client})}"
-        ) from None
+        raise ValueError(f"{uri}: obstore cannot use these options: {sorted({*options, *client})}") from None
 
 
 def first_line(error: BaseException) -> str:

@@ -161,7 +161,9 @@ class Channel:
         """How the ranks of each node ended, from the nodes that have said so."""
         found = []
         for name in await self.store.names(f"{self.path}/lives/{life.number:04d}/nodes"):
-            record = await self._read(f"lives/{life.number:04d}/nodes/{name}") if name.endswith(".json") else None
+            record = (
+                await self._read(f"lives/{life.number:04d}/nodes/{name}") if name.endswith(".json") else None
+            )
             if record is not None:
                 found.append(record)
         return found

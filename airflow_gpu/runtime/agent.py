@@ -89,7 +89,7 @@ class Agent:
         self._remote = Remote(self.processes, self._send)
         self._handlers: Dict[str, Callable[[Message], None]] = {
             "start": self._on_start,
-            "notice": lambda m: self.processes.terminate(m["end"]),
+            "notice": self._on_notice,
             "stop": lambda m: self.processes.stop(float(m["grace"])),
             "finish": self._on_finish,
             "exec": lambda m: self._remote.start(int(m["id"]), str(m["line"]), self.environment),
@@ -119,7 +119,7 @@ class Agent:
             self.code = EXIT_NOT_CLAIMED
         except (NoLife, Unreachable) as error:
             self.log(f"the gang is not whole: {error}")
-            self.code = EXIT_PREEMPTED if self._interrupted() else EXIT_NOT_WHOLE
+            self.code = EXIT_PREEMPTED if self._interrupted() or self._left("notice") else EXIT_NOT_WHOLE
         finally:
             self.processes.kill()
             self._close()
@@ -165,7 +165,13 @@ class Agent:
             # Claiming may have taken its time. A notice waits until it can be told: the server is in this process.
             self.link.open(self.claim.control, hello, time.monotonic() + self.job.barrier_timeout)
         else:
-            self.link.open(self.claim.control, hello, until, self._interrupted)
+            # Node 0 may have left by now; what it wrote says so sooner than the barrier's time.
+            self.link.open(
+                self.claim.control,
+                hello,
+                until,
+                lambda: self._interrupted() or self._left("notice") or self._left("failure"),
+            )
         self.link.start()
         return True
 
@@ -183,6 +189,10 @@ class Agent:
         if self._told_at is None:
             self._told_at = time.monotonic()
         return item[0] == "guard" or time.monotonic() - self._told_at >= TELL_SECONDS
+
+    def _left(self, what: str) -> bool:
+        """The life that this node wants to join has a notice.json or failure.json."""
+        return hasattr(self, "claim") and f"{what}.json" in self.channel.names(life_root(self.claim.life))
 
     # -- the main loop ------------------------------------------------------------------------------
 
@@ -266,6 +276,11 @@ class Agent:
         self.log(f"{name}: the platform gives notice")
         self._send({"t": "notice", "signal": name, "node": self.node.rank})
 
+    def _on_notice(self, m: Message) -> None:
+        """Node 0 says that a notice was given to some node. Processes that cannot hear of it otherwise get a signal."""
+        self.noticed = self.noticed or "the gang's"
+        self.processes.terminate(m["end"])
+
     def _on_ended(self, rank: Rank) -> None:
         bad = rank.exit_code != 0
         self._send(
@@ -286,7 +301,7 @@ class Agent:
         if self.started:
             self.processes.stop(min(LOST_GRACE, self.job.stop_grace))
         else:
-            self.code = EXIT_FAILED if self.noticed is None else EXIT_PREEMPTED
+            self.code = EXIT_PREEMPTED if self.noticed or self._left("notice") else EXIT_FAILED
 
     def _on_finish(self, m: Message) -> None:
         self.finishing = True

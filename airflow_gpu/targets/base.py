@@ -84,8 +84,12 @@ class Job:
     memory: int | None = None  # bytes per node
     image: str | None = None
     priority: int = 0
-    env: Mapping[str, str] = field(default_factory=dict)  # no secrets; already in job.json, here for targets that show it
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # by the target's one named route, never shown
+    env: Mapping[str, str] = field(
+        default_factory=dict
+    )  # no secrets; already in job.json, here for targets that show it
+    secrets: Mapping[str, str] = field(
+        default_factory=dict, repr=False
+    )  # by the target's one named route, never shown
     exclude_hosts: tuple[str, ...] = ()  # a wish: left out as long as the gang fits without them
 
 

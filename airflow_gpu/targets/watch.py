@@ -65,7 +65,9 @@ class Watcher:
                 for future in asked:
                     if not future.done():
                         future.set_exception(
-                            error if isinstance(error, TargetError) else TargetError(f"{self.target.name}: {error!r}")
+                            error
+                            if isinstance(error, TargetError)
+                            else TargetError(f"{self.target.name}: {error!r}")
                         )
             else:
                 for future, job in asked.items():

@@ -39,8 +39,15 @@ class GangTrigger(BaseTrigger):
     :param state_conn_id: connection with the credentials of ``state_uri``.
     """
 
-    def __init__(self, state_uri: str = "", path: str = "", epoch: int = 0, digest: str = "",
-                 state_conn_id: str | None = None, **_: Any) -> None:
+    def __init__(
+        self,
+        state_uri: str = "",
+        path: str = "",
+        epoch: int = 0,
+        digest: str = "",
+        state_conn_id: str | None = None,
+        **_: Any,
+    ) -> None:
         super().__init__()
         # Stored as they come: an exception here would stop the whole triggerer, and a field that a newer
         # version added must not (both: jobs/triggerer_job_runner.py, create_triggers).
@@ -123,16 +130,21 @@ class GangTrigger(BaseTrigger):
 
         try:
             state = await asyncio.wait_for(
-                asyncio.to_thread(task_state, ti.dag_id, ti.run_id, ti.task_id, ti.map_index), KILL_ANSWER_LIMIT
+                asyncio.to_thread(task_state, ti.dag_id, ti.run_id, ti.task_id, ti.map_index),
+                KILL_ANSWER_LIMIT,
             )
         except Exception as error:
-            self.log.warning("cannot tell why this trigger was cancelled, leaving the gang running: %r", error)
+            self.log.warning(
+                "cannot tell why this trigger was cancelled, leaving the gang running: %r", error
+            )
             return
         if state == "deferred":
             # Handed over to another triggerer (or cleared and deferred again: then a newer owner has the run).
             self.log.info("this trigger was moved to another triggerer; the gang goes on")
             return
         driver = await self._driver()
-        stopped = await driver.stop("user", f"the task was ended by a user's action (it is {state or 'cleared'} now)")
+        stopped = await driver.stop(
+            "user", f"the task was ended by a user's action (it is {state or 'cleared'} now)"
+        )
         if not stopped:
             self.log.info("a newer try of the task has the run, or nothing runs; nothing to end")

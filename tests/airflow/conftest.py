@@ -31,7 +31,13 @@ class Gangs:
         self.admin = Admin(self.cluster)
         connection = {
             "conn_type": "gpu_local",
-            "extra": {"path": str(self.cluster), "nodes": 2, "gpus_per_node": 2, "grace": 15, "accelerator": "pretend"},
+            "extra": {
+                "path": str(self.cluster),
+                "nodes": 2,
+                "gpus_per_node": 2,
+                "grace": 15,
+                "accelerator": "pretend",
+            },
         }
         self.airflow = AirflowBed(
             home / "airflow",
@@ -44,7 +50,9 @@ class Gangs:
             },
         )
 
-    def look(self, dag_id: str, run_id: str, task_id: str, map_index: int = -1) -> tuple[Journal, Channel] | None:
+    def look(
+        self, dag_id: str, run_id: str, task_id: str, map_index: int = -1
+    ) -> tuple[Journal, Channel] | None:
         """Journal (read) and channel of the newest run of a task instance."""
 
         async def read() -> tuple[Journal, Channel] | None:
@@ -65,7 +73,9 @@ class Gangs:
         assert found is not None
         return [life for life in asyncio.run(found[1].lives()) if not life.fence]
 
-    def until_step(self, dag_id: str, run_id: str, task_id: str, step: int, life: int = 1, limit: float = 120) -> str:
+    def until_step(
+        self, dag_id: str, run_id: str, task_id: str, step: int, life: int = 1, limit: float = 120
+    ) -> str:
         """Until that life has reported that many steps; the name of its job."""
         end = time.monotonic() + limit
         while time.monotonic() < end:
@@ -80,7 +90,16 @@ class Gangs:
 
     def alive(self) -> list[str]:
         """Jobs of the cluster that are not over."""
-        over = ("DONE", "FAILED", "PREEMPTED", "NODE_LOST", "TIMEOUT", "OUT_OF_MEMORY", "CANCELLED", "REJECTED")
+        over = (
+            "DONE",
+            "FAILED",
+            "PREEMPTED",
+            "NODE_LOST",
+            "TIMEOUT",
+            "OUT_OF_MEMORY",
+            "CANCELLED",
+            "REJECTED",
+        )
         return [name for name, row in self.admin.status()["jobs"].items() if row["native"] not in over]
 
 

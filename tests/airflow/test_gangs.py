@@ -115,7 +115,9 @@ def test_what_is_known_late_is_said_before_a_submit(gangs: Gangs) -> None:
         assert gangs.look("late_errors", run, task_id) is None
 
 
-@pytest.mark.parametrize(("dag_id", "state"), [("count_deferred", "deferred"), ("count_in_worker", "running")])
+@pytest.mark.parametrize(
+    ("dag_id", "state"), [("count_deferred", "deferred"), ("count_in_worker", "running")]
+)
 def test_mark_failed_ends_the_gang(gangs: Gangs, dag_id: str, state: str) -> None:
     """Deferred or in a worker: with a notice, so that it saves; nothing is left running."""
     bed = gangs.airflow

@@ -97,7 +97,10 @@ class AirflowBed:
         """From an empty folder to a healthy Airflow."""
         subprocess.run(
             [sys.executable, "-m", "airflow", "db", "migrate"],
-            env=self.env, check=True, stdout=self._log("migrate"), stderr=subprocess.STDOUT,
+            env=self.env,
+            check=True,
+            stdout=self._log("migrate"),
+            stderr=subprocess.STDOUT,
         )
         self.start("api-server", "api-server")
         self.start("scheduler", "scheduler", "--skip-serve-logs")
@@ -108,7 +111,10 @@ class AirflowBed:
     def start(self, name: str, *command: str) -> None:
         self.processes[name] = subprocess.Popen(
             [sys.executable, "-m", "airflow", *command],
-            env=self.env, stdout=self._log(name), stderr=subprocess.STDOUT, start_new_session=True,
+            env=self.env,
+            stdout=self._log(name),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
     def stop(self, name: str, sig: int = signal.SIGTERM, limit: float = 8.0) -> None:
@@ -174,8 +180,10 @@ class AirflowBed:
     def client(self) -> httpx.Client:
         if self._client is None:
             answer = httpx.post(
-                f"{self.url}/auth/token", json={"username": "admin", "password": self.password},
-                trust_env=False, timeout=30,
+                f"{self.url}/auth/token",
+                json={"username": "admin", "password": self.password},
+                trust_env=False,
+                timeout=30,
             )
             answer.raise_for_status()
             token = answer.json()["access_token"]
@@ -203,6 +211,7 @@ class AirflowBed:
 
     def wait_dag(self, dag_id: str, limit: float = 90.0) -> None:
         """Until the dag processor has read it; then it is not paused."""
+
         def there() -> bool:
             return bool(self.client.get(f"/api/v2/dags/{dag_id}").status_code == 200)
 
@@ -214,7 +223,11 @@ class AirflowBed:
 
     def trigger(self, dag_id: str, conf: Mapping[str, Any] | None = None) -> str:
         self.wait_dag(dag_id)
-        return str(self.post(f"/dags/{dag_id}/dagRuns", {"conf": dict(conf or {}), "logical_date": None})["dag_run_id"])
+        return str(
+            self.post(f"/dags/{dag_id}/dagRuns", {"conf": dict(conf or {}), "logical_date": None})[
+                "dag_run_id"
+            ]
+        )
 
     def run_state(self, dag_id: str, run_id: str) -> str:
         return str(self.get(f"/dags/{dag_id}/dagRuns/{run_id}")["state"])
@@ -228,14 +241,18 @@ class AirflowBed:
 
     def wait(self, dag_id: str, run_id: str, limit: float = 180.0) -> str:
         """Until the run has ended; its state."""
+
         def ended() -> str | None:
             state = self.run_state(dag_id, run_id)
             return state if state in ("success", "failed") else None
 
         return str(self._until(ended, f"end of {dag_id}/{run_id}", limit))
 
-    def wait_task(self, dag_id: str, run_id: str, task_id: str, *states: str, map_index: int = -1, limit: float = 90.0) -> dict[str, Any]:
+    def wait_task(
+        self, dag_id: str, run_id: str, task_id: str, *states: str, map_index: int = -1, limit: float = 90.0
+    ) -> dict[str, Any]:
         """Until the task instance is in one of the states."""
+
         def there() -> dict[str, Any] | None:
             ti = self.tasks(dag_id, run_id).get((task_id, map_index))
             return ti if ti and ti["state"] in states else None
@@ -247,7 +264,8 @@ class AirflowBed:
         """The task's log as the UI shows it."""
         body = self.client.get(
             f"/api/v2/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/logs/{try_number}",
-            params={"map_index": map_index, "full_content": True}, headers={"Accept": "application/json"},
+            params={"map_index": map_index, "full_content": True},
+            headers={"Accept": "application/json"},
         ).json()
         lines = []
         for item in body.get("content") or []:
@@ -256,7 +274,9 @@ class AirflowBed:
                 lines.append(f"{detail.get('exc_type')}: {detail.get('exc_value')}")
         return "\n".join(lines)
 
-    def xcom(self, dag_id: str, run_id: str, task_id: str, key: str = "return_value", map_index: int = -1) -> Any:
+    def xcom(
+        self, dag_id: str, run_id: str, task_id: str, key: str = "return_value", map_index: int = -1
+    ) -> Any:
         answer = self.client.get(
             f"/api/v2/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/xcomEntries/{key}",
             params={"map_index": map_index, "deserialize": True},
@@ -269,8 +289,13 @@ class AirflowBed:
     def clear(self, dag_id: str, run_id: str, *task_ids: str) -> None:
         self.post(
             f"/dags/{dag_id}/clearTaskInstances",
-            {"dry_run": False, "dag_run_id": run_id, "task_ids": list(task_ids), "only_failed": False,
-             "reset_dag_runs": True},
+            {
+                "dry_run": False,
+                "dag_run_id": run_id,
+                "task_ids": list(task_ids),
+                "only_failed": False,
+                "reset_dag_runs": True,
+            },
         )
 
     def mark(self, dag_id: str, run_id: str, task_id: str, state: str) -> None:

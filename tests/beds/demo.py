@@ -65,7 +65,10 @@ class Watcher:
             self.lives.append(life)
             if not life.fence:
                 start = f"from checkpoint step {life.start.step}" if life.start else "from the beginning"
-                self.say(life.at, f"[bold]life {life.number}[/]: {life.world_size} ranks on {life.nodes} nodes start {start}")
+                self.say(
+                    life.at,
+                    f"[bold]life {life.number}[/]: {life.world_size} ranks on {life.nodes} nodes start {start}",
+                )
         for entry in self.journal.entries[self.told :]:
             self.say(seconds(entry["at"]), _line(entry))
         self.told = len(self.journal.entries)
@@ -73,7 +76,10 @@ class Watcher:
             evidence = await self.channel.evidence(self.run.current.number, ended=False)
             if evidence.step is not None and (self.step is None or abs(evidence.step - self.step) >= 40):
                 self.step = evidence.step
-                self.say(time.time(), f"step {evidence.step} of {evidence.progress.get('total')}, loss {(evidence.progress.get('metrics') or {}).get('loss')}")
+                self.say(
+                    time.time(),
+                    f"step {evidence.step} of {evidence.progress.get('total')}, loss {(evidence.progress.get('metrics') or {}).get('loss')}",
+                )
 
 
 def _line(entry: dict[str, Any]) -> str:
@@ -115,7 +121,9 @@ def timeline(run: Run, lives: list[Life], width: int = 64) -> None:
     console.print(f"            0 s{'':{width - 10}}{end - start:5.0f} s   · waiting  █ running")
 
 
-def tables(run: Run, lives: list[Life], result: dict[str, Any], accuracy: dict[str, Any], task: dict[str, Any]) -> None:
+def tables(
+    run: Run, lives: list[Life], result: dict[str, Any], accuracy: dict[str, Any], task: dict[str, Any]
+) -> None:
     table = Table(title="Attempts and lives", title_justify="left")
     for name in ("attempt", "target", "life", "from step", "ended as", "checkpoint left"):
         table.add_column(name)
@@ -133,10 +141,14 @@ def tables(run: Run, lives: list[Life], result: dict[str, Any], accuracy: dict[s
             )
     console.print()
     console.print(table)
-    console.print("[dim]A life is an entry of the run directory's lives/; the numbers between are fences, which close attempts.[/]")
+    console.print(
+        "[dim]A life is an entry of the run directory's lives/; the numbers between are fences, which close attempts.[/]"
+    )
     spent = task["try_number"] - 1
     console.print(f"Airflow retries spent: [bold]{spent}[/] of {task['max_tries']}")
-    console.print(f"resumed from step [bold]{result['resumed_from']}[/], finished at step {result['steps']}, loss {result['losses'][-1]:.4f}")
+    console.print(
+        f"resumed from step [bold]{result['resumed_from']}[/], finished at step {result['steps']}, loss {result['losses'][-1]:.4f}"
+    )
     console.print(f"accuracy on unseen images: [bold green]{accuracy['accuracy']:.1%}[/]")
 
 
@@ -150,7 +162,13 @@ def main() -> int:
     shutil.rmtree(home, ignore_errors=True)
     connection = {
         "conn_type": "gpu_local",
-        "extra": {"path": str(home / "cluster"), "nodes": 2, "gpus_per_node": 2, "grace": 15, "accelerator": "pretend"},
+        "extra": {
+            "path": str(home / "cluster"),
+            "nodes": 2,
+            "gpus_per_node": 2,
+            "grace": 15,
+            "accelerator": "pretend",
+        },
     }
     bed = AirflowBed(
         home / "airflow",
@@ -163,7 +181,9 @@ def main() -> int:
             "DEMO_DATA": str(home / "data"),
         },
     )
-    console.print("[bold]airflow-gpu demo[/]: starting a real Airflow (API server, scheduler, dag processor, triggerer) ...")
+    console.print(
+        "[bold]airflow-gpu demo[/]: starting a real Airflow (API server, scheduler, dag processor, triggerer) ..."
+    )
     began = time.monotonic()
     try:
         bed.up()
@@ -175,7 +195,9 @@ def main() -> int:
         raise
     if arguments.keep:
         console.print(f"\nAirflow stays up: [bold]{bed.url}[/]  user admin, password {bed.password}")
-        console.print(f"press Ctrl-C to end it; the run directories are below {home}/state and {home}/cluster")
+        console.print(
+            f"press Ctrl-C to end it; the run directories are below {home}/state and {home}/cluster"
+        )
         try:
             while True:
                 time.sleep(3600)
@@ -189,7 +211,9 @@ def main() -> int:
 def story(bed: AirflowBed, home: Path) -> int:
     bed.wait_dag("urgent_gang")
     run_id = bed.trigger(DAG, {"steps": STEPS})
-    console.print(f"[bold]{DAG}[/] triggered: a data step, then a gang of 2 nodes x 2 ranks, {STEPS} steps, then an evaluation")
+    console.print(
+        f"[bold]{DAG}[/] triggered: a data step, then a gang of 2 nodes x 2 ranks, {STEPS} steps, then an evaluation"
+    )
     watcher = Watcher(
         f"file://{home}/state", f"file://{home}/cluster/runs", RunKey("demo", DAG, run_id, GANG_TASK, -1)
     )
@@ -199,7 +223,9 @@ def story(bed: AirflowBed, home: Path) -> int:
         asyncio.run(watcher.look())
         if urgent is None and watcher.step is not None and watcher.step >= STEPS // 4:
             urgent = bed.trigger("urgent_gang")
-            watcher.say(time.time(), "[bold yellow]an urgent gang of higher priority wants the whole cluster[/]")
+            watcher.say(
+                time.time(), "[bold yellow]an urgent gang of higher priority wants the whole cluster[/]"
+            )
         state = bed.run_state(DAG, run_id)
         if state in ("success", "failed") or time.monotonic() > end:
             break
@@ -231,7 +257,9 @@ def stop_cluster(path: Path) -> None:
 
         subprocess.run(
             [sys.executable, "-m", "airflow_gpu.targets.local", "--path", str(path), "stop"],
-            check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            check=False,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
 
 

@@ -134,8 +134,14 @@ async def play(
     # A name of its own for each test: the platform remembers earlier ones.
     key = key or RunKey("conformance", "dag", f"run-{secrets.token_hex(4)}", "train", -1)
     held = await take(
-        store, key, Try(ti_id, try_number, max_tries), on_clear=gang.recovery.on_clear, gang={},
-        digest=gang.digest(), deadline=None, now=time.time(),
+        store,
+        key,
+        Try(ti_id, try_number, max_tries),
+        on_clear=gang.recovery.on_clear,
+        gang={},
+        digest=gang.digest(),
+        deadline=None,
+        now=time.time(),
     )
     played: Played
     said: list[str] = []
@@ -149,8 +155,15 @@ async def play(
         return {name: (secret_values or {})[name] for name in references}
 
     world = World(
-        clock=time.time, sleep=asyncio.sleep, target=named, channel_store=lambda of: Store(of.channel),
-        watcher=lambda _: watcher, secrets=values, say=said.append, rank_log=log.append, poll=POLL,
+        clock=time.time,
+        sleep=asyncio.sleep,
+        target=named,
+        channel_store=lambda of: Store(of.channel),
+        watcher=lambda _: watcher,
+        secrets=values,
+        say=said.append,
+        rank_log=log.append,
+        poll=POLL,
     )
     driver = Driver(held.journal, key, held.incarnation, gang, epoch=held.epoch, world=world)
     played = Played(bed, store, gang, key, driver, chosen, said, log)

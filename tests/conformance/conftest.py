@@ -14,7 +14,9 @@ _RESULTS: dict[tuple[str, str], str] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--table", type=Path, default=None, help="write the table of scenarios x targets to this file")
+    parser.addoption(
+        "--table", type=Path, default=None, help="write the table of scenarios x targets to this file"
+    )
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -44,5 +46,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for name in [name for name in vars(Scenarios) if name.startswith("test_")]:
         words = (getattr(Scenarios, name).__doc__ or "").strip().split("\n")[0]
         cells = [_RESULTS.get((name, target), "not run") for target in targets]
-        lines.append(f"| {name.removeprefix('test_').replace('_', ' ')} | {words} | " + " | ".join(cells) + " |")
+        lines.append(
+            f"| {name.removeprefix('test_').replace('_', ' ')} | {words} | " + " | ".join(cells) + " |"
+        )
     Path(path).write_text("\n".join(lines) + "\n")

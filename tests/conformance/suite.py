@@ -26,10 +26,18 @@ class Scenarios:
         from airflow_gpu.gang.function import FunctionSource
 
         kwargs = more.pop("kwargs", {})
-        shape: dict[str, Any] = {"nodes": bed.nodes, "gpus_per_node": bed.gpus_per_node, "time_limit": "20m",
-                                 "stop_grace": 20, "checkpointing": {"interval": 0.5}, "targets": bed.target.name}
+        shape: dict[str, Any] = {
+            "nodes": bed.nodes,
+            "gpus_per_node": bed.gpus_per_node,
+            "time_limit": "20m",
+            "stop_grace": 20,
+            "checkpointing": {"interval": 0.5},
+            "targets": bed.target.name,
+        }
         recovery = {"backoff": 0.1, "backoff_max": 0.1, **more.pop("recovery", {})}
-        return Gang(function=FunctionSource.of(function, args, kwargs), recovery=recovery, **{**shape, **more})
+        return Gang(
+            function=FunctionSource.of(function, args, kwargs), recovery=recovery, **{**shape, **more}
+        )
 
     async def test_start_whole_and_run(self, bed: Bed, tmp_path: Path) -> None:
         """All ranks start, each with its place; success is the word of every one of them."""
@@ -46,7 +54,12 @@ class Scenarios:
         """What rank 0 returns comes back, with attempts, cost and placement."""
         played = (await play(bed, tmp_path, self.gang(bed, programs.count, 3))).start()
         record = (await played.verdict()).record
-        assert record["result"] == {"start": 0, "total": 3, "world_size": bed.nodes * bed.gpus_per_node, "rank": 0}
+        assert record["result"] == {
+            "start": 0,
+            "total": 3,
+            "world_size": bed.nodes * bed.gpus_per_node,
+            "rank": 0,
+        }
         assert [item["cause"] for item in record["attempts"]] == ["succeeded"]
         assert record["cost"]["gpu_hours"] > 0
         assert record["placement"]["chosen"]["target"] == bed.target.name
@@ -75,7 +88,9 @@ class Scenarios:
         """The gang saves within the grace and goes on exactly there, in a new attempt. No failure is counted."""
         if not bed.target.capabilities.notices:
             pytest.skip("this target gives no notice")
-        played = await play(bed, tmp_path, self.gang(bed, programs.count, 60, checkpointing={"interval": None}))
+        played = await play(
+            bed, tmp_path, self.gang(bed, programs.count, 60, checkpointing={"interval": None})
+        )
         played.start()
         await played.until_step(5)
         await bed.preempt(played.job, notice=True)
@@ -143,13 +158,17 @@ class Scenarios:
 
     async def test_time_out(self, bed: Bed, tmp_path: Path) -> None:
         """The limit ends it, and says so."""
-        played = (await play(bed, tmp_path, self.gang(bed, programs.sleep, 600, time_limit=2, stop_grace=1))).start()
+        played = (
+            await play(bed, tmp_path, self.gang(bed, programs.sleep, 600, time_limit=2, stop_grace=1))
+        ).start()
         verdict = await played.verdict()
         assert (verdict.outcome, verdict.cause) == ("failed", Cause.TIMED_OUT)
 
     async def test_cancel(self, bed: Bed, tmp_path: Path) -> None:
         """A person ends it: it saves, it is gone, and nothing is left."""
-        played = (await play(bed, tmp_path, self.gang(bed, programs.count, 2000, checkpointing={"interval": None}))).start()
+        played = (
+            await play(bed, tmp_path, self.gang(bed, programs.count, 2000, checkpointing={"interval": None}))
+        ).start()
         await played.until_step(3)
         assert await played.driver.stop("user", "marked failed")
         verdict = await played.verdict()
@@ -213,7 +232,15 @@ class Scenarios:
         played = (await play(bed, tmp_path, self.gang(bed, programs.count, 30))).start()
         await played.until_step(1)
         attempt = played.run.attempts[-1]
-        job = job_for(await played.channel(), bed.target, played.key, played.driver.incarnation, played.gang, attempt, {})
+        job = job_for(
+            await played.channel(),
+            bed.target,
+            played.key,
+            played.driver.incarnation,
+            played.gang,
+            attempt,
+            {},
+        )
         ids = await asyncio.gather(*[bed.target.submit(job) for _ in range(8)])
         assert set(ids) == {attempt.platform_id}
         assert (await played.verdict()).success
@@ -230,8 +257,19 @@ class Scenarios:
         played = (await play(bed, tmp_path, self.gang(bed, programs.count, 40))).start()
         await played.until_step(1)
         attempt = played.run.attempts[-1]
-        job = job_for(await played.channel(), bed.target, played.key, played.driver.incarnation, played.gang, attempt, {})
-        labels = {name: "aaaaaaaaaa" if name.endswith("incarnation") else value for name, value in job.labels.items()}
+        job = job_for(
+            await played.channel(),
+            bed.target,
+            played.key,
+            played.driver.incarnation,
+            played.gang,
+            attempt,
+            {},
+        )
+        labels = {
+            name: "aaaaaaaaaa" if name.endswith("incarnation") else value
+            for name, value in job.labels.items()
+        }
         with pytest.raises(NameTaken):
             await bed.target.submit(replace(job, labels=labels))
         stranger = replace(ref_for(played.key, played.driver.incarnation, attempt), labels=labels)
@@ -317,6 +355,8 @@ class Scenarios:
         played = await play(bed, tmp_path, self.gang(bed, programs.count, 3))
         played.start()
         assert (await played.verdict()).success
-        ref = replace(ref_for(played.key, played.driver.incarnation, played.run.attempts[-1]), name="never-heard-of-1")
+        ref = replace(
+            ref_for(played.key, played.driver.incarnation, played.run.attempts[-1]), name="never-heard-of-1"
+        )
         assert (await bed.target.observe([ref]))[ref.name].state is State.GONE
         await bed.target.cancel(ref, grace=0)

@@ -32,7 +32,14 @@ class LocalBed:
 
     def config(self, **more: object) -> LocalConfig:
         return LocalConfig.from_mapping(
-            {"path": str(self.path), "nodes": 2, "gpus_per_node": 2, "accelerator": "pretend", "grace": 15, **more}
+            {
+                "path": str(self.path),
+                "nodes": 2,
+                "gpus_per_node": 2,
+                "accelerator": "pretend",
+                "grace": 15,
+                **more,
+            }
         )
 
     async def preempt(self, job: str, *, notice: bool) -> None:

@@ -69,7 +69,11 @@ async def test_resumed_losses_are_those_of_an_uninterrupted_run(bed: LocalBed, t
     await bed.preempt(broken.job, notice=False)
     verdict = await broken.verdict()
     assert verdict.success, verdict
-    assert [a.outcome.cause for a in broken.run.attempts] == [Cause.PREEMPTED, Cause.PREEMPTED, Cause.SUCCEEDED]
+    assert [a.outcome.cause for a in broken.run.attempts] == [
+        Cause.PREEMPTED,
+        Cause.PREEMPTED,
+        Cause.SUCCEEDED,
+    ]
     resumed = verdict.record["result"]
     assert resumed["resumed_from"] > 0
     assert resumed["losses"] == whole["losses"]

@@ -54,8 +54,15 @@ class Shell:
 
     def __init__(self, folder: Path, env: dict[str, str]) -> None:
         self.process = subprocess.Popen(
-            ["bash", "--norc", "--noprofile"], cwd=folder, env=env, text=True, bufsize=1,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            ["bash", "--norc", "--noprofile"],
+            cwd=folder,
+            env=env,
+            text=True,
+            bufsize=1,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
     def run(self, line: str) -> tuple[str, int]:

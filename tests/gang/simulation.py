@@ -122,8 +122,14 @@ class Sim:
         self.owners += 1
         driver = DriverSim(epoch=self.run.epoch + 1, run=self.run)
         entry = owner_entry(
-            ti_id=f"ti-{self.owners}", try_number=self.owners, max_tries=3, reason=reason, resume=True,
-            deadline=None, gang={}, digest="d",
+            ti_id=f"ti-{self.owners}",
+            try_number=self.owners,
+            max_tries=3,
+            reason=reason,
+            resume=True,
+            deadline=None,
+            gang={},
+            digest="d",
         )
         self.append(driver, entry)
         self.drivers.append(driver)
@@ -150,12 +156,22 @@ class Sim:
         for life in self.lives:
             if life.attempt > job.attempt or (life.fence and life.attempt >= job.attempt):
                 return None
-            if not life.fence and life.attempt == job.attempt and (life.job != job.id or life.restart >= job.restart):
+            if (
+                not life.fence
+                and life.attempt == job.attempt
+                and (life.job != job.id or life.restart >= job.restart)
+            ):
                 return None
         before = [life for life in self.lives if not life.fence]
         life = Life(
-            number=number, attempt=job.attempt, job=job.id, restart=job.restart, nodes=2, world_size=RANKS,
-            start=self.newest(before), at=self.now,
+            number=number,
+            attempt=job.attempt,
+            job=job.id,
+            restart=job.restart,
+            nodes=2,
+            world_size=RANKS,
+            start=self.newest(before),
+            at=self.now,
         )
         self.lives.append(life)
         self.truth[number] = LifeTruth(life, step=life.start.step if life.start else 0)
@@ -237,12 +253,16 @@ class Sim:
         """Something bad happens to a running job."""
         assert job.life is not None
         truth = self.truth[job.life]
-        kind = self.rng.choice(["preempt", "notice", "node", "app", "oom", "timeout", "scancel", "quiet", "vanish", "lie"])
+        kind = self.rng.choice(
+            ["preempt", "notice", "node", "app", "oom", "timeout", "scancel", "quiet", "vanish", "lie"]
+        )
         if kind == "notice":
             job.notice = truth.notice = True
             job.ending, job.kill_at = State.PREEMPTED, self.now + 30
         elif kind == "app":
-            truth.failure = Failure("rank", rank=1, node=0, host="n0", exit_code=3, message="rank 1 exited with 3")
+            truth.failure = Failure(
+                "rank", rank=1, node=0, host="n0", exit_code=3, message="rank 1 exited with 3"
+            )
             self.die(job, State.FAILED)
         elif kind == "quiet":
             self.die(job, State.FAILED)
@@ -253,8 +273,16 @@ class Sim:
             truth.ok = RANKS - 1
             self.die(job, State.SUCCEEDED)
         else:
-            self.die(job, {"preempt": State.PREEMPTED, "node": State.NODE_LOST, "oom": State.OUT_OF_MEMORY,
-                           "timeout": State.TIMED_OUT, "scancel": State.CANCELLED}[kind])
+            self.die(
+                job,
+                {
+                    "preempt": State.PREEMPTED,
+                    "node": State.NODE_LOST,
+                    "oom": State.OUT_OF_MEMORY,
+                    "timeout": State.TIMED_OUT,
+                    "scancel": State.CANCELLED,
+                }[kind],
+            )
 
     # -- drivers ---------------------------------------------------------------------------------
 
@@ -279,7 +307,9 @@ class Sim:
             state=state,
             at=self.now,
             since=driver.since[1],
-            restart=job.restart if job and state is not State.UNKNOWN else (driver.seen.restart if driver.seen else 0),
+            restart=job.restart
+            if job and state is not State.UNKNOWN
+            else (driver.seen.restart if driver.seen else 0),
             life=mine[-1] if mine else None,
             world_size=RANKS if mine else 0,
             ranks_ok=truth.ok if truth and shown else 0,
@@ -301,8 +331,14 @@ class Sim:
         match action:
             case lifecycle.Start(number, resume):
                 entry = attempt_entry(
-                    attempt=number, name=f"gang-{number}", target="t", channel="c", offer={}, resume=resume,
-                    first_life=1, digest="d",
+                    attempt=number,
+                    name=f"gang-{number}",
+                    target="t",
+                    channel="c",
+                    offer={},
+                    resume=resume,
+                    first_life=1,
+                    digest="d",
                 )
                 if self.append(driver, entry) and not crash:
                     driver.seen = None
@@ -340,7 +376,12 @@ class Sim:
 
     def send(self, driver: DriverSim, attempt: Any) -> None:
         if self.mean and self.rng.random() < 0.05:  # the request is on its way while its reply is lost
-            self.late.append((self.now + self.rng.choice([1, 50, 4000]), Job(attempt.number, attempt.name, f"late-{self.now}")))
+            self.late.append(
+                (
+                    self.now + self.rng.choice([1, 50, 4000]),
+                    Job(attempt.number, attempt.name, f"late-{self.now}"),
+                )
+            )
             self.look(driver, attempt)
             return
         job = self.submit(attempt.number, attempt.name)
@@ -381,7 +422,11 @@ class Sim:
     def budgets(self) -> None:
         recovery = self.gang.recovery
         for owner in self.run.owners:
-            causes = [a.outcome.cause for a in self.run.of_epoch(owner.epoch) if a.outcome and a.epoch == owner.epoch]
+            causes = [
+                a.outcome.cause
+                for a in self.run.of_epoch(owner.epoch)
+                if a.outcome and a.epoch == owner.epoch
+            ]
             for name, of in (
                 ("application", {Cause.APPLICATION}),
                 ("out_of_memory", {Cause.OUT_OF_MEMORY}),
@@ -432,7 +477,9 @@ class Sim:
         if kind < 0.03:
             self.blackout_until = self.now + rng.choice([10, 600, 7200])
         elif kind < 0.06 and self.run.verdict is None:
-            self.drivers.append(DriverSim(epoch=self.run.epoch, run=rng.choice([self.run, Run()])))  # hand-over
+            self.drivers.append(
+                DriverSim(epoch=self.run.epoch, run=rng.choice([self.run, Run()]))
+            )  # hand-over
         elif kind < 0.09 and not (self.run.verdict and self.run.verdict.success):
             if self.owners < 4:
                 self.own("retry" if self.run.verdict else rng.choice(["clear", "adopt"]))

@@ -51,8 +51,18 @@ def test_random_worlds() -> None:
         attempts += len(run.attempts)
     print(f"\n{WORLDS} worlds, {attempts} attempts; verdicts: {dict(outcomes.most_common())}")
     # The worlds are worth something only if they go everywhere.
-    for cause in (Cause.SUCCEEDED, Cause.APPLICATION, Cause.PREEMPTED, Cause.NODE_LOST, Cause.STOPPED,
-                  Cause.NO_EVIDENCE, Cause.LOST_SIGHT, Cause.TIMED_OUT, Cause.OUT_OF_MEMORY, Cause.CANCELLED):
+    for cause in (
+        Cause.SUCCEEDED,
+        Cause.APPLICATION,
+        Cause.PREEMPTED,
+        Cause.NODE_LOST,
+        Cause.STOPPED,
+        Cause.NO_EVIDENCE,
+        Cause.LOST_SIGHT,
+        Cause.TIMED_OUT,
+        Cause.OUT_OF_MEMORY,
+        Cause.CANCELLED,
+    ):
         assert outcomes[cause.value], f"no world ended as {cause}"
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from airflow_gpu.gang.entries import JournalError, attempt_entry, over_entry, owner_entry, stop_entry, verdict_entry
+from airflow_gpu.gang.entries import (
+    JournalError,
+    attempt_entry,
+    over_entry,
+    owner_entry,
+    stop_entry,
+    verdict_entry,
+)
 from airflow_gpu.gang.run import Cause, Outcome
 from airflow_gpu.rundir.journal import Journal, LostRace
 from airflow_gpu.rundir.store import Store
@@ -15,13 +22,27 @@ from airflow_gpu.rundir.store import Store
 
 def owner(ti_id: str = "a") -> dict[str, object]:
     return owner_entry(
-        ti_id=ti_id, try_number=1, max_tries=0, reason="start", resume=True, deadline=None, gang={"v": 1}, digest="d"
+        ti_id=ti_id,
+        try_number=1,
+        max_tries=0,
+        reason="start",
+        resume=True,
+        deadline=None,
+        gang={"v": 1},
+        digest="d",
     )
 
 
 def attempt(number: int) -> dict[str, object]:
     return attempt_entry(
-        attempt=number, name=f"g-{number}", target="t", channel="c", offer={}, resume=True, first_life=1, digest="d"
+        attempt=number,
+        name=f"g-{number}",
+        target="t",
+        channel="c",
+        offer={},
+        resume=True,
+        first_life=1,
+        digest="d",
     )
 
 
@@ -94,6 +115,8 @@ async def test_what_must_not_be_is_refused_by_its_own_writer(tmp_path: Path) -> 
 async def test_an_unknown_kind_is_no_small_matter(tmp_path: Path) -> None:
     """A newer version's decision that we skip could let something run twice."""
     store = Store(f"file://{tmp_path}")
-    await store.create("run/journal/000001.json", b'{"v":1,"seq":1,"kind":"wibble","at":"2026-01-01T00:00:00Z","epoch":1}')
+    await store.create(
+        "run/journal/000001.json", b'{"v":1,"seq":1,"kind":"wibble","at":"2026-01-01T00:00:00Z","epoch":1}'
+    )
     with pytest.raises(JournalError, match="wibble"):
         await Journal(store, "run").refresh()

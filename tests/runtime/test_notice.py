@@ -292,15 +292,20 @@ def test_a_node_tells_of_its_notice_as_soon_as_it_can(bed: Bed) -> None:
     assert not (bed.folder / "started").exists()
 
 
-def test_nodes_that_vanish_after_a_notice_are_no_failure(bed: Bed) -> None:
+@pytest.mark.parametrize("node", [0, 1])
+def test_nodes_that_vanish_after_a_notice_are_no_failure(bed: Bed, node: int) -> None:
     job = bed.payload(
         script=train(100_000).replace("due = g.checkpoint.due(step + 1)", "due = g.notice and False"),
         stop_grace=1.0,
     )
     life = bed.start(job)
     running(bed)
-    life.signal(NOTICE, node=0)
+    life.signal(NOTICE, node=node)
     bed.await_file("lives/0001/notice.json")
-    life.signal(signal.SIGKILL, node=1)
-    assert life.wait() == [75, -9]
+    eventually(
+        lambda: "the platform gives notice" in bed.log(0) and "the platform gives notice" in bed.log(2)
+    )
+    life.signal(signal.SIGKILL, node=node)
+    codes = life.wait()
+    assert (codes[node], codes[1 - node]) == (-9, 75)
     assert not (bed.channel / "lives/0001/failure.json").exists()

@@ -28,7 +28,7 @@ def counting(name: str, **operator):
     build()
 
 
-PROGRAM = '''
+PROGRAM = """
 import json, time
 with gang() as g:
     def load(directory):
@@ -43,7 +43,7 @@ with gang() as g:
             with g.checkpoint.save(step + 1) as directory:
                 (directory / f"rank-{g.rank}.json").write_text(json.dumps(step + 1))
     g.result({"start": start, "total": total})
-'''
+"""
 
 counting("count_deferred", retries=2, retry_delay=timedelta(seconds=1))
 counting("count_in_worker", deferrable=False, retries=2, retry_delay=timedelta(seconds=1))
@@ -111,9 +111,10 @@ def functions():
     added = add(given, offset=10, label="{{ dag.dag_id }}")
     squares = square.expand(x=given)
     total(added, squares)
-    GangOperator.partial(task_id="mapped", gang=Gang(command="python3 -c 'import os; print(os.environ[\"LR\"])'", gpus_per_node=1)).expand(
-        overrides=[{"env": {"LR": "0.1"}}, {"env": {"LR": "0.2"}}]
-    )
+    GangOperator.partial(
+        task_id="mapped",
+        gang=Gang(command="python3 -c 'import os; print(os.environ[\"LR\"])'", gpus_per_node=1),
+    ).expand(overrides=[{"env": {"LR": "0.1"}}, {"env": {"LR": "0.2"}}])
 
 
 @dag(schedule=None)

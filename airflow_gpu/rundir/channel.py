@@ -24,6 +24,8 @@ from airflow_gpu.gang.entries import iso, seconds
 from airflow_gpu.gang.run import CheckpointRef, Failure, Life
 from airflow_gpu.rundir.store import Exists, Missing, Store
 
+MANIFEST, BAD = "manifest.json", "bad.json"
+
 _LIFE = re.compile(r"^(\d{4,})\.json$")
 
 
@@ -192,9 +194,10 @@ class Channel:
         root = f"{self.path}/checkpoints/{life:04d}"
         found = []
         for name in await self.store.names(root):
-            if name.startswith("."):
-                continue  # being written
-            manifest = await self._read(f"checkpoints/{life:04d}/{name}/manifest.json")
+            files = await self.store.names(f"{root}/{name}") if not name.startswith(".") else []
+            if MANIFEST not in files or BAD in files:
+                continue  # being written, or found damaged when it was to be restored
+            manifest = await self._read(f"checkpoints/{life:04d}/{name}/{MANIFEST}")
             if manifest is not None and _int(manifest.get("step")) is not None:
                 found.append(CheckpointRef(life, int(manifest["step"])))
         return sorted(found, key=lambda ref: ref.step)

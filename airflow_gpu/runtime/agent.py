@@ -49,6 +49,9 @@ TICK_SECONDS = 1.0
 TELL_SECONDS = 10.0
 """How long a node that got a notice before it has joined still tries to tell node 0."""
 
+FORMER_SECONDS = 3.0
+"""On a platform that does not count its restarts: for how long the newest life is tried. It may be the one before."""
+
 LOST_GRACE = 10.0
 """For ranks to end after node 0 was lost; they cannot save without it."""
 
@@ -152,7 +155,17 @@ class Agent:
         self.link = Link(
             lambda m: self.inbox.put(("message", m)), lambda why: self.inbox.put(("lost", why)), beats=True
         )
-        hello = {
+        if self.node.rank == 0:
+            # Claiming may have taken its time. A notice waits until it can be told: the server is in this process.
+            self.link.open(self.claim.control, self._hello(), time.monotonic() + self.job.barrier_timeout)
+        elif not self._meet(until):
+            return False
+        self.link.start()
+        return True
+
+    def _hello(self) -> Message:
+        assert self.claim is not None
+        return {
             "hello": AGENT,
             "v": VERSION,
             "index": self.node.rank,
@@ -161,19 +174,33 @@ class Agent:
             "addr": self.node.address,
             "host": self.node.host,
         }
-        if self.node.rank == 0:
-            # Claiming may have taken its time. A notice waits until it can be told: the server is in this process.
-            self.link.open(self.claim.control, hello, time.monotonic() + self.job.barrier_timeout)
-        else:
-            # Node 0 may have left by now; what it wrote says so sooner than the barrier's time.
-            self.link.open(
-                self.claim.control,
-                hello,
-                until,
-                lambda: self._interrupted() or self._left("notice") or self._left("failure"),
+
+    def _meet(self, until: float) -> bool:
+        """Connect to node 0 of the life that was found. False when a notice came first."""
+        assert self.claim is not None
+        assert self.link is not None
+        counted = self.node.restart is not None
+        while True:
+            try:
+                # Node 0 may have left by now; what it wrote says so sooner than the barrier's time.
+                self.link.open(
+                    self.claim.control,
+                    self._hello(),
+                    until if counted else min(until, time.monotonic() + FORMER_SECONDS),
+                    lambda: self._interrupted() or self._left("notice") or self._left("failure"),
+                )
+                return True
+            except (Refused, Unreachable) as error:
+                if counted or self._interrupted() or time.monotonic() >= until:
+                    raise
+                self.log(f"life {self.claim.life} does not take this node: {error}; awaiting a newer one")
+            found = await_life(
+                self.channel, self.job, self.node, until, self._interrupted, after=self.claim.life
             )
-        self.link.start()
-        return True
+            if found is None:
+                return False
+            self.claim = found
+            self.log.prefix = f"life {found.life} node {self.node.rank}"
 
     def _interrupted(self) -> bool:
         """Something came that ends the waiting for node 0. It is put back for whoever listens next.

@@ -59,6 +59,7 @@ class Entry:
     reason: str = ""
     nodes: int = 0
     processes: int = 0
+    by: str = ""
 
     @property
     def where(self) -> str:
@@ -119,6 +120,7 @@ def _entry(number: int, body: Dict[str, Any]) -> Entry:
         start=(int(start["life"]), int(start["step"])) if start else None,
         reason=str(body.get("reason", "")),
         nodes=int(body.get("nodes", 0)),
+        by=str(body.get("by", "")),
         processes=int(body.get("processes", 0)),
     )
 
@@ -137,6 +139,10 @@ def refuse(found: List[Entry], job: Job, node: Node) -> None:
         if entry.kind == "life" and entry.attempt == job.attempt:
             if entry.job != node.job_id:
                 raise NotClaimed(f"job {node.job_id} is a twin: {entry.where} was claimed by job {entry.job}")
+            if node.restart is None:
+                if entry.by == node.start:
+                    raise NotClaimed(f"this very start has claimed {entry.where} already")
+                continue
             if entry.restart >= node.restart:
                 raise NotClaimed(
                     f"restart {node.restart} of job {node.job_id} comes too late: "
@@ -196,7 +202,8 @@ def claim(channel: Folder, job: Job, node: Node, control: str, report: Callable[
             "at": utc(),
             "attempt": job.attempt,
             "job": node.job_id,
-            "restart": node.restart,
+            "restart": _next_restart(found, job) if node.restart is None else node.restart,
+            "by": node.start,
             "nodes": job.nodes,
             "world_size": job.world_size,
             "processes": job.processes,
@@ -217,6 +224,11 @@ def claim(channel: Folder, job: Job, node: Node, control: str, report: Callable[
         return Claim(number, control, token, start, _chain(ancestors))
 
 
+def _next_restart(found: List[Entry], job: Job) -> int:
+    """For a platform that does not count its restarts: one more than any life of the attempt has."""
+    return 1 + max((e.restart for e in found if e.kind == "life" and e.attempt == job.attempt), default=-1)
+
+
 def _chain(ancestors: List[Ancestor]) -> Tuple[int, ...]:
     """Lives that this one descends from, the newest first; also those that saved nothing, or only half of one."""
     by_number = {ancestor.life: ancestor for ancestor in ancestors}
@@ -230,11 +242,11 @@ def _chain(ancestors: List[Ancestor]) -> Tuple[int, ...]:
 
 
 def await_life(
-    channel: Channel, job: Job, node: Node, until: float, interrupted: Callable[[], bool]
+    channel: Channel, job: Job, node: Node, until: float, interrupted: Callable[[], bool], after: int = 0
 ) -> Optional[Claim]:
     """For the other nodes: the life that node 0 of this very start claims.
 
-    ``until``: of ``time.monotonic``. Answers None when ``interrupted`` says so.
+    ``until``: of ``time.monotonic``; ``after``: only a life with a higher number will do. Answers None when ``interrupted`` says so.
     Raises NoLife when it takes longer, AlreadyDone or NotClaimed when this start must leave.
     """
     while not interrupted():
@@ -242,8 +254,9 @@ def await_life(
         mine = [
             entry
             for entry in found
-            if (entry.kind, entry.attempt, entry.job, entry.restart)
-            == ("life", job.attempt, node.job_id, node.restart)
+            if (entry.kind, entry.attempt, entry.job) == ("life", job.attempt, node.job_id)
+            and node.restart in (None, entry.restart)
+            and entry.number > after
         ]
         if not mine:
             already_done(channel, found, job)

@@ -24,7 +24,7 @@ import os
 from dataclasses import dataclass
 from typing import Dict, List, Mapping, Optional, Tuple
 
-from airflow_gpu.runtime.job import Job, Node
+from airflow_gpu.runtime.job import UNCOUNTED, Job, Node
 from airflow_gpu.runtime.wire import Message
 
 MAX_RESTARTS = "0"
@@ -79,7 +79,7 @@ def node_environment(place: Place, base: Mapping[str, str], secrets: Mapping[str
             "GANG_DIR": place.channel,
             "GANG_PAYLOAD": job.payload,
             "GANG_JOB_ID": place.node.job_id,
-            "GANG_RESTART": str(place.node.restart),
+            "GANG_RESTART": UNCOUNTED if place.node.restart is None else str(place.node.restart),
             "GANG_NODE_RANK": str(place.node.rank),
             "GANG_NODE_ADDR": place.node.address,
             "GANG_NODES": ",".join(str(node["addr"]) for node in nodes),

@@ -17,10 +17,17 @@ import json
 import os
 import secrets
 import socket
+import sys
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 LAUNCHES = ("rank", "node", "head")
+
+UNCOUNTED = "auto"
+"""GANG_RESTART of a platform that starts a gang again but does not count: the claim counts then."""
+
+PYTHON_WORD = "<python>"
+"""As the first word of the command: the interpreter that runs this agent."""
 
 PAYLOAD_WORD = "<payload>"
 """At the start of an argument of the command: replaced by the payload's folder, as this node sees it."""
@@ -131,6 +138,8 @@ class Job:
 
 
 def _located(word: str, payload: str) -> str:
+    if word == PYTHON_WORD:
+        return sys.executable or "python3"
     return payload + word[len(PAYLOAD_WORD) :] if word.startswith(PAYLOAD_WORD + "/") else word
 
 
@@ -140,10 +149,11 @@ class Node:
 
     rank: int
     job_id: str
-    restart: int
+    restart: Optional[int]  # None: the platform does not count
     address: str
     host: str = field(default_factory=socket.gethostname)
     gpus: Optional[Tuple[str, ...]] = None
+    start: str = ""  # where it is not counted: what tells this start of this node from any other
 
     @classmethod
     def of(cls, job: Job, env: Mapping[str, str]) -> Node:
@@ -162,7 +172,8 @@ class Node:
             if job.nodes > 1:
                 raise Unusable("which job is this? Set GANG_JOB_ID (or SLURM_JOB_ID), the same on all nodes")
             job_id = f"unnamed-{secrets.token_hex(8)}"
-        restart = _number(env, ("GANG_RESTART", "SLURM_RESTART_COUNT")) or 0
+        counted = env.get("GANG_RESTART") != UNCOUNTED
+        restart = (_number(env, ("GANG_RESTART", "SLURM_RESTART_COUNT")) or 0) if counted else None
         gpus = _first(env, ("GANG_GPUS", "CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS"))
         # The platform's name of the node where it gives one: what it blames and excludes goes by that.
         machine = socket.gethostname()
@@ -171,6 +182,7 @@ class Node:
             rank=rank,
             job_id=job_id,
             restart=restart,
+            start=env.get("GANG_START", ""),
             address=_first(env, ("GANG_NODE_ADDR",)) or own_address(machine, alone=job.nodes == 1),
             host=host,
             gpus=None if gpus is None else tuple(part.strip() for part in gpus.split(",") if part.strip()),

@@ -156,7 +156,7 @@ class Bed:
         self,
         job: Path,
         job_id: str = "job-1",
-        restart: int = 0,
+        restart: int | str = 0,
         nodes: Sequence[int] | None = None,
         **env: str,
     ) -> Life:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.runtime.bed import Bed
+from tests.runtime.bed import QUICK, Bed
 
 
 def test_a_restart_after_success_leaves_with_zero(tmp_path: Path) -> None:
@@ -31,3 +31,24 @@ def test_a_restart_after_half_a_success_computes(tmp_path: Path) -> None:
         "0001.json",
         "0002.json",
     ]
+
+
+def test_a_platform_that_does_not_count_its_restarts(tmp_path: Path) -> None:
+    """Kubernetes replaces the pods of a plain Job and tells nobody how often: the claim counts."""
+    bed = Bed(tmp_path)
+    script = "import os, sys; sys.exit(os.environ['GANG_LIFE'] == '1')"
+    payload = bed.payload(script=script, constants={**QUICK, "FORMER_SECONDS": 0.3})
+    assert 1 in bed.start(payload, restart="auto", GANG_START="pods-1").wait()
+    again = bed.start(payload, restart="auto", GANG_START="pods-2")
+    assert again.wait() == [0, 0], again.log()
+    lives = [bed.read(f"lives/{number:04d}.json") for number in (1, 2)]
+    assert [(life["restart"], life["by"]) for life in lives] == [(0, "pods-1"), (1, "pods-2")]
+
+
+def test_the_same_start_never_claims_twice(tmp_path: Path) -> None:
+    """Also where restarts are not counted: a second agent of the very same start leaves."""
+    bed = Bed(tmp_path)
+    payload = bed.payload(script="import sys; sys.exit(1)", nodes=1)
+    assert bed.start(payload, restart="auto", GANG_START="pod").wait() == [1]
+    twin = bed.start(payload, restart="auto", GANG_START="pod")
+    assert twin.wait() == [76], twin.log()

@@ -157,7 +157,8 @@ time.sleep(600)
         assert str(tmp_path / "held") not in held
         assert str(bed.folder.lock) not in held or pid == bed.daemon_pid()
     masks = dict(line.split(":\t") for line in (bed.marks / "signals").read_text().splitlines())
-    assert {int(mask, 16) for mask in masks.values()} == {0}
+    reserved = 0b11 << 31  # signals 32 and 33 are the C library's own; what is inherited of them is not ours
+    assert {int(mask, 16) & ~reserved for mask in masks.values()} == {0}
     await target.cancel(bed.ref(job), grace=60)
     await bed.until(target, job, State.CANCELLED)
 

@@ -31,7 +31,7 @@ from airflow_gpu.rundir.channel import Channel, Evidence
 from airflow_gpu.rundir.journal import Journal, LostRace
 from airflow_gpu.rundir.store import Store, StoreError
 from airflow_gpu.staging import job_for, ref_for, stage
-from airflow_gpu.targets.base import NameTaken, Offer, Rejected, Target, TargetError
+from airflow_gpu.targets.base import JobRef, NameTaken, Offer, Rejected, Target, TargetError
 from airflow_gpu.targets.watch import Watcher
 from airflow_gpu.tasklog import RankLog
 
@@ -40,6 +40,9 @@ KILL_ROUNDS = 5
 
 PROGRESS_EVERY = 30.0
 """Seconds between two lines of the task log that say how far the gang is."""
+
+NODE_TAIL = 4000
+"""Characters of a node's own output that are shown when the runtime never started."""
 
 STORE_LIMIT = 600.0
 """Seconds for which the run directory may be unreachable before the driver gives up. The gang goes on."""
@@ -271,7 +274,8 @@ class Driver:
     async def _look(self, attempt: Attempt) -> None:
         """One observation: the target's word and the ranks' records, put together."""
         target = await self.world.target(attempt.target)
-        ref = ref_for(self.key, self.incarnation, attempt)
+        channel = await self.channel(attempt)
+        ref = ref_for(self.key, self.incarnation, attempt, target, channel)
         try:
             sighting = await self.world.watcher(target).sighting(ref)
         except TargetError as error:
@@ -281,28 +285,29 @@ class Driver:
             await self.world.sleep(self.world.poll)
             return
         now = self.world.clock()
-        channel = await self.channel(attempt)
         same_life = self._evidence if not sighting.state.ended else None
         evidence = await channel.evidence(attempt.number, ended=sighting.state.ended, known=same_life)
         self._evidence = evidence
         seen = self._merge(attempt, sighting.state, sighting.native, sighting.reason, now, sighting.since)
         self._seen = replace(
             seen,
-            ending=sighting.ending,
+            ending=sighting.ending or self._ending(sighting.restart),
             platform_id=sighting.platform_id,
-            restart=sighting.restart,
+            restart=max(sighting.restart, evidence.life.restart if evidence.life else 0),
             blamed=sighting.blamed_hosts,
         )
         self._tell(*describe(attempt, self._seen, evidence))
         if evidence.life is not None:
-            await self._log.follow(target, ref, evidence.life, ended=sighting.state.ended)
+            await self._log.follow(channel, evidence.life, ended=sighting.state.ended)
 
     def _merge(
         self, attempt: Attempt, state: State, native: str, reason: str, now: float, since: float | None
     ) -> Observation:
         tag = f"{attempt.number}/{state}/{native if state is State.UNKNOWN else ''}"
-        if self._since[0] != tag:
-            self._since = (tag, since if since is not None else now)
+        if since is not None:  # the platform's own word; it may have been something else between two looks
+            self._since = (tag, since)
+        elif self._since[0] != tag:
+            self._since = (tag, now)
         found = self._evidence or Evidence()
         return Observation(
             attempt=attempt.number,
@@ -317,6 +322,7 @@ class Driver:
             ranks_ok=found.ok,
             ranks_ended=found.ended,
             notice=found.notice,
+            notice_cause=found.notice_cause,
             failure=found.failure,
             checkpoint=found.checkpoint,
             step=found.step,
@@ -324,11 +330,19 @@ class Driver:
             asked=self._asked,
         )
 
+    def _ending(self, restart: int) -> State | None:
+        """What this start of the attempt was last said to be ending as; objects may vanish before they say it again."""
+        return self._seen.ending if self._seen is not None and self._seen.restart >= restart else None
+
     async def _cancel(self, attempt: Attempt) -> None:
         self._asked = self._asked or self.world.clock()
         target = await self.world.target(attempt.target)
         try:
-            await target.cancel(ref_for(self.key, self.incarnation, attempt), grace=self.gang.stop_grace)
+            await target.cancel(
+                ref_for(self.key, self.incarnation, attempt, target, await self.channel(attempt)),
+                grace=self.gang.stop_grace,
+                since=attempt.stop.at if attempt.stop is not None else self._asked,
+            )
         except TargetError as error:
             self._tell(f"{attempt.target} could not be asked to end attempt {attempt.number} yet: {error}")
 
@@ -344,7 +358,15 @@ class Driver:
             await self._look(attempt)
             return
         noticed = self._seen is not None and self._seen.notice
+        target = await self.world.target(attempt.target)
+        ref = ref_for(self.key, self.incarnation, attempt, target, channel)
+        if outcome.cause is Cause.NOT_STARTED and not mine:
+            outcome = replace(outcome, detail=f"{outcome.detail}{await self._platform_words(target, ref)}")
         await self._append(over_entry(attempt.number, outcome))
+        try:
+            await target.forget(ref)
+        except TargetError as error:
+            self._tell(f"{attempt.target} could not tidy up after attempt {attempt.number}: {error}")
         self._seen = self._evidence = None
         at = f", checkpoint at step {outcome.checkpoint.step}" if outcome.checkpoint else ""
         self._tell(f"attempt {attempt.number} is over: {outcome.cause}{at}. {outcome.detail}".strip())
@@ -353,6 +375,14 @@ class Driver:
                 "every rank ended with exit code 0 after a notice, and that is success: "
                 "a program that stops early to be resumed must exit with 75"
             )
+
+    async def _platform_words(self, target: Target, ref: JobRef) -> str:
+        """The end of what node 0 said before there was a life: why the runtime did not start."""
+        try:
+            text = (await target.logs(ref, 0)).text.strip()
+        except TargetError:
+            return ""
+        return f"\n--- output of node 0 ---\n{text[-NODE_TAIL:]}" if text else ""
 
     async def _finish(self, outcome: str, cause: Cause, message: str) -> None:
         run = self.journal.run
@@ -386,9 +416,10 @@ class Driver:
             # Nothing has started, and a submit may still be on its way: now nothing can start any more.
             await channel.fence(attempt.number, attempt.first_life, reason, self.world.clock())
         target = await self.world.target(attempt.target)
-        ref = ref_for(self.key, self.incarnation, attempt)
+        ref = ref_for(self.key, self.incarnation, attempt, target, channel)
         for _ in range(KILL_ROUNDS):
-            await target.cancel(ref, grace=self.gang.stop_grace)
+            since = attempt.stop.at if attempt.stop is not None else self.world.clock()
+            await target.cancel(ref, grace=self.gang.stop_grace, since=since)
             seen = (await target.observe([ref])).get(ref.name)
             if seen is not None and (seen.state is not State.GONE or attempt.submitted_at is not None):
                 break

@@ -38,15 +38,14 @@ async def stage(
     channel: Channel, target: Target, key: RunKey, incarnation: str, gang: Gang, attempt: Attempt
 ) -> None:
     """Write the payload of an attempt. Doing it again changes nothing: what was staged first stays."""
-    folder = _in_job(target, channel, attempt.number)
     files: dict[str, bytes] = {"runtime.pyz": build()}
     if gang.function is not None:
         files["function.py"] = gang.function.source.encode()
         files["function.json"] = json.dumps(gang.function.call).encode()
-        command = [target.python, "-m", "airflow_gpu.runtime.call", f"{folder}/function.py"]
+        command = ["<python>", "-m", "airflow_gpu.runtime.call", "<payload>/function.py"]
     elif gang.script is not None:
         files["script.sh"] = gang.script.encode()
-        command = ["/bin/bash", "-euo", "pipefail", f"{folder}/script.sh"]
+        command = ["/bin/bash", "-euo", "pipefail", "<payload>/script.sh"]
     else:
         command = list(gang.command or ())
     body: dict[str, Any] = {
@@ -74,7 +73,8 @@ async def stage(
         "env": dict(gang.env),
         "secrets_file": None,
         "barrier_timeout": gang.barrier_timeout,
-        "stop_grace": gang.stop_grace,
+        # Agents that are killed before they have ended their ranks leave no record.
+        "stop_grace": min(gang.stop_grace, target.capabilities.grace or gang.stop_grace),
         "time_limit": gang.time_limit,
         "checkpoint": {"interval": gang.checkpointing.interval, "keep": gang.checkpointing.keep},
     }
@@ -98,6 +98,7 @@ def job_for(
     exclude_hosts: tuple[str, ...] = (),
 ) -> Job:
     """The attempt, as the target is asked to run it."""
+    payload = _in_job(target, channel, attempt.number)
     return Job(
         name=attempt.name,
         labels=labels(key, incarnation, attempt.number, attempt.digest),
@@ -106,9 +107,14 @@ def job_for(
         nodes=gang.nodes,
         gpus_per_node=gang.gpus_per_node,
         ranks_per_node=gang.ranks,
-        payload=_in_job(target, channel, attempt.number),
+        payload=payload,
         channel=_in_job(target, channel),
         time_limit=gang.time_limit,
+        argv=(target.python, f"{payload}/runtime.pyz", "agent", f"{payload}/job.json"),
+        stop_grace=gang.stop_grace,
+        pool=str((attempt.offer.get("chosen") or {}).get("pool") or ""),
+        team=gang.team,
+        topology=gang.topology,
         accelerator=gang.accelerator,
         cpus=gang.cpus,
         memory=gang.memory,
@@ -120,7 +126,7 @@ def job_for(
     )
 
 
-def ref_for(key: RunKey, incarnation: str, attempt: Attempt) -> JobRef:
+def ref_for(key: RunKey, incarnation: str, attempt: Attempt, target: Target, channel: Channel) -> JobRef:
     """What finds the attempt's job again."""
     return JobRef(
         name=attempt.name,
@@ -128,4 +134,5 @@ def ref_for(key: RunKey, incarnation: str, attempt: Attempt) -> JobRef:
         attempt=attempt.number,
         digest=attempt.digest,
         platform_id=attempt.platform_id,
+        channel=_in_job(target, channel),
     )

@@ -10,16 +10,18 @@ what is left out is said.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 
 from airflow_gpu.gang.run import Life
-from airflow_gpu.targets.base import JobRef, Target, TargetError
+from airflow_gpu.rundir.channel import Channel
+from airflow_gpu.rundir.store import StoreError
 
 BYTES_A_LOOK = 16 * 1024
 """Shown in one look, at most. With the default interval that is about 3 KB a second."""
 
-READS_A_LOOK = 16
-"""Chunks read in one look, at most; each has up to 64 KiB."""
+READ_A_LOOK = 1024 * 1024
+"""Bytes read in one look, at most."""
 
 
 class RankLog:
@@ -28,24 +30,23 @@ class RankLog:
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
         self._life = 0
-        self._since = ""
+        self._since = 0
         self._rest = ""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    async def follow(self, target: Target, ref: JobRef, life: Life, *, ended: bool) -> None:
+    async def follow(self, channel: Channel, life: Life, *, ended: bool) -> None:
         """Show what rank 0 wrote since the last look. Trouble with logs is never trouble for the gang."""
         if life.number != self._life:
             self._flush()
-            self._life, self._since = life.number, ""
-        text = ""
+            self._life, self._since = life.number, 0
+            self._decoder.reset()
         try:
-            for _ in range(READS_A_LOOK):
-                chunk = await target.logs(ref, 0, life.number, self._since)
-                if not chunk.text:
-                    break
-                self._since = chunk.next
-                text += chunk.text
-        except TargetError as error:
+            data = await channel.log(life.number, 0, self._since, READ_A_LOOK)
+        except StoreError as error:
             self._emit(f"[rank 0: log not readable now: {error}]")
+            return
+        self._since += len(data)
+        text = self._decoder.decode(data, ended)  # a character that is not whole yet stays for the next look
         if len(text) > BYTES_A_LOOK:
             left_out = len(text) - BYTES_A_LOOK
             text = text[-BYTES_A_LOOK:]

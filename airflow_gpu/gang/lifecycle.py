@@ -262,19 +262,36 @@ def _cause(attempt: Attempt, seen: Observation) -> tuple[Cause | None, str]:
             return Cause.CANCELLED, reason or "ended by someone outside of Airflow"
         case State.REJECTED:
             return Cause.REJECTED, reason
-    # FAILED, or GONE after it was submitted: the ranks' own records say more.
-    if seen.notice:
+    # FAILED, or GONE after it was submitted: what it was ending as, and the ranks' own records, say more.
+    told = _TOLD.get(seen.ending) if seen.ending is not None else None
+    if told is not None:
+        return told, reason
+    current = (
+        seen.life is not None and seen.life.restart >= seen.restart
+    )  # an older life's records prove nothing
+    if seen.notice and current:
+        if seen.notice_cause == "time_limit":
+            return Cause.TIMED_OUT, "ended after the notice before its time limit"
         return Cause.PREEMPTED, "ended after the platform's notice"
-    if seen.failure is not None:
+    if seen.failure is not None and current:
         by = {"node": Cause.NODE_LOST, "not_whole": Cause.NOT_WHOLE}.get(
             seen.failure.cause, Cause.APPLICATION
         )
         return by, seen.failure.message
     if seen.state is State.GONE:
         return Cause.GONE, reason or "its object vanished from the target"
-    if seen.life is None:
+    if not current:
         return Cause.NOT_STARTED, f"the runtime never started: {reason}"
     return None, f"a node ended without a word: {reason}"
+
+
+_TOLD = {
+    State.PREEMPTED: Cause.PREEMPTED,
+    State.NODE_LOST: Cause.NODE_LOST,
+    State.TIMED_OUT: Cause.TIMED_OUT,
+    State.OUT_OF_MEMORY: Cause.OUT_OF_MEMORY,
+    State.CANCELLED: Cause.CANCELLED,
+}
 
 
 def _stopping(gang: Gang, attempt: Attempt, seen: Observation, now: float) -> Action:
@@ -319,7 +336,7 @@ def _limits(
         reason = "not_started"
         detail = f"did not start within placement.start_timeout ({_span(gang.placement.start_timeout)})"
     else:
-        limit = seen.life.at + gang.time_limit + TIME_LIMIT_SLACK
+        limit = max(seen.life.at, seen.since) + gang.time_limit + TIME_LIMIT_SLACK
         reason, detail = "time_limit", f"ran longer than time_limit ({_span(gang.time_limit)})"
     if now >= limit:
         return RequestStop(attempt, reason, detail)

@@ -251,7 +251,7 @@ class Observation:
     ``state`` is the target's word, mapped by its closed table. The rest is
     evidence from the ranks themselves. ``state`` says "ended" only when no rank
     of the attempt runs any more; while a platform is still stopping one, it is
-    ``RUNNING`` with ``ending`` set.
+    ``RUNNING`` with ``ending`` set to what it is ending as.
     """
 
     attempt: int
@@ -260,7 +260,9 @@ class Observation:
     since: float  # when this state was first seen, by the platform's clock or the observer's
     native: str = ""  # the platform's own word, for people
     reason: str = ""  # one human sentence, where the platform gives one
-    ending: bool = False
+    ending: State | None = (
+        None  # the last thing that the platform said it was ending as, also once it has ended
+    )
     platform_id: str = ""
     restart: int = 0
     life: Life | None = None  # the newest life of this attempt (never a fence)
@@ -268,6 +270,7 @@ class Observation:
     ranks_ok: int = 0  # ranks of that life with a record of exit code 0
     ranks_ended: int = 0  # ranks of that life with any record of their end
     notice: bool = False  # that life was given notice
+    notice_cause: str = ""  # time_limit, where the runtime could tell
     failure: Failure | None = None  # of that life
     checkpoint: CheckpointRef | None = None  # newest complete one that a next life would start from
     step: int | None = None  # last progress reported by that life

@@ -39,6 +39,7 @@ class Evidence:
     ended: int = 0
     nodes_reported: int = 0
     notice: bool = False
+    notice_cause: str = ""
     failure: Failure | None = None
     step: int | None = None
     progress: Mapping[str, Any] = field(default_factory=dict)
@@ -129,7 +130,8 @@ class Channel:
         root = f"lives/{life.number:04d}"
         failure = await self._read(f"{root}/failure.json")
         progress = await self._read(f"{root}/progress.json") or {}
-        notice = await self.store.exists(f"{self.path}/{root}/notice.json")
+        told = await self._read(f"{root}/notice.json")
+        notice, notice_cause = told is not None, str((told or {}).get("cause") or "")
         records: list[dict[str, Any]] = []
         if ended or failure is not None or notice:
             records = await self._records(life)
@@ -139,6 +141,7 @@ class Channel:
                 life=life,
                 processes=life.world_size,
                 notice=notice,
+                notice_cause=notice_cause,
                 step=_int(progress.get("step")),
                 progress=progress,
                 checkpoint=known.checkpoint,
@@ -152,6 +155,7 @@ class Channel:
             ended=len({r.get("rank") for r in ranks}),
             nodes_reported=len(records),
             notice=notice,
+            notice_cause=notice_cause,
             failure=_failure(failure),
             step=_int(progress.get("step")),
             progress=progress,
@@ -169,6 +173,15 @@ class Channel:
             if record is not None:
                 found.append(record)
         return found
+
+    async def log(self, life: int, rank: int, start: int, limit: int) -> bytes:
+        """Output of a rank from byte ``start``; empty when there is nothing (yet)."""
+        try:
+            return await self.store.get(
+                f"{self.path}/lives/{life:04d}/logs/rank-{rank:05d}.log", start, limit
+            )
+        except Missing:
+            return b""
 
     async def result(self, life: int) -> bytes | None:
         """What rank 0 handed back, as it was written; None when it handed back nothing."""

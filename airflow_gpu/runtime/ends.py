@@ -50,6 +50,22 @@ class End:
         return how_ended(self.exit_code, self.signal)
 
 
+EARLY_SECONDS = 60.0
+"""How long before its moment a platform may send the notice of its time limit (Slurm: up to a minute)."""
+
+
+def notice_cause(elapsed: float, time_limit: Optional[float], stop_grace: float) -> str:
+    """``time_limit`` when a notice comes where that of the time limit is due, else ``platform``.
+
+    ``elapsed``: seconds since the life was claimed. Platforms do not say why they
+    give notice; a gang that reaches its limit must not start again for ever.
+    """
+    if time_limit is None:
+        return "platform"
+    due = max(time_limit / 2, time_limit - stop_grace - EARLY_SECONDS)
+    return "time_limit" if elapsed >= due else "platform"
+
+
 def first_of(ends: Sequence[End]) -> End:
     """The end that came first, of at least one bad end."""
     earliest = min(end.at for end in ends)

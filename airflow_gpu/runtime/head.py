@@ -16,11 +16,13 @@ noticed by the other agents, which end their ranks.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Callable, Dict
 
 from airflow_gpu.runtime.claim import Claim, numbers
 from airflow_gpu.runtime.control import Peer, Server, free_ports
 from airflow_gpu.runtime.ending import Ending
+from airflow_gpu.runtime.ends import notice_cause
 from airflow_gpu.runtime.files import Folder
 from airflow_gpu.runtime.job import Job, Node
 from airflow_gpu.runtime.records import PROGRESS_SECONDS, Records
@@ -50,6 +52,7 @@ class Head:
     """A :class:`airflow_gpu.runtime.control.Handler` that decides for one life."""
 
     def __init__(self, channel: Folder, job: Job, node: Node, claim: Claim, server: Server, log: Log) -> None:
+        self._claimed = time.monotonic()
         self._channel = channel
         self._job = job
         self._node = node
@@ -225,7 +228,8 @@ class Head:
         node = peer.index if peer.kind == AGENT else peer.hello.get("node")
         state.noticed_at = self._server.loop.time()
         self._log(f"notice: {source}")
-        self._tasks.write(self._records.notice, source, node)
+        cause = notice_cause(time.monotonic() - self._claimed, self._job.time_limit, self._job.stop_grace)
+        self._tasks.write(self._records.notice, source, node, cause)
         if state.phase == GATHERING:
             self._ending.never_started(
                 Verdict("preempted", EXIT_PREEMPTED, "a notice came before the gang was whole")

@@ -53,6 +53,7 @@ class Job:
     command: Tuple[str, ...]
     env: Mapping[str, str]
     secrets_file: Optional[str]
+    time_limit: Optional[float]  # seconds of this life; the platform enforces it
     barrier_timeout: float
     stop_grace: float
     interval: Optional[float]
@@ -106,6 +107,7 @@ class Job:
                 launch=str(body.get("launch", "rank")),
                 command=tuple(_located(str(word), payload) for word in body["command"]),
                 env={str(name): str(value) for name, value in (body.get("env") or {}).items()},
+                time_limit=None if body.get("time_limit") is None else float(body["time_limit"]),
                 secrets_file=body.get("secrets_file") or os.environ.get("GANG_SECRETS_FILE") or None,
                 barrier_timeout=float(body.get("barrier_timeout", 600)),
                 stop_grace=float(body.get("stop_grace", 30)),

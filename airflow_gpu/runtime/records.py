@@ -90,8 +90,8 @@ class Records:
             self._channel, f"{self._root}/failure.json", failure_record(self._life, failure), self._report
         )
 
-    def notice(self, source: str, node: Optional[int]) -> None:
-        body = {"v": VERSION, "life": self._life, "node": node, "source": source, "at": utc()}
+    def notice(self, source: str, node: Optional[int], cause: str) -> None:
+        body = {"v": VERSION, "life": self._life, "node": node, "source": source, "cause": cause, "at": utc()}
         create_surely(self._channel, f"{self._root}/notice.json", to_json(body), self._report)
 
     def note_progress(self, step: int, total: Optional[int], metrics: Dict[str, Any]) -> None:

@@ -56,6 +56,7 @@ class Offer:
     total_nodes: int | None = None
     expected_wait: float | None = None  # seconds
     reason: str = ""  # why the gang can never run here; empty when it can
+    pool: str = ""  # the target's own name of what is offered (a QOS, a node pool); comes back in Job.pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,9 @@ class Job:
     ``name`` is a DNS label of at most 63 characters and the same for the same
     attempt for ever: submitting is create-if-absent by it. ``labels`` go onto
     the job (labels, comment, tags): installation, incarnation, attempt, key,
-    digest. ``argv`` is run once on each node, from any directory; it is the
-    runtime with the payload that lies at ``payload`` below the channel.
+    digest. ``argv`` is run once on each node, from any directory: the runtime
+    with its payload. What differs between the nodes the target gives them by
+    environment (``docs/run-directory.md``, "The payload").
     """
 
     name: str
@@ -78,7 +80,12 @@ class Job:
     ranks_per_node: int
     payload: str  # path (or URI) of the folder payload/<attempt>
     channel: str  # path (or URI) of the channel half of the run directory
-    time_limit: float  # seconds
+    time_limit: float  # seconds, of one life, without the time in a queue
+    argv: tuple[str, ...]
+    stop_grace: float = 30.0  # seconds; the longest grace that a cancel may ask for
+    pool: str = ""  # of the chosen offer
+    team: str | None = None
+    topology: str | None = None
     accelerator: str | None = None
     cpus: float | None = None  # per node
     memory: int | None = None  # bytes per node
@@ -102,6 +109,7 @@ class JobRef:
     attempt: int
     digest: str
     platform_id: str | None = None
+    channel: str = ""  # as in Job.channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +119,19 @@ class Sighting:
     ``state`` comes from the target's closed table; ``native`` is the system's
     own word. A state for which ``state.ended`` holds may be reported only when
     no rank runs any more: while a system is still stopping them (COMPLETING, a
-    pod that terminates) it is ``RUNNING`` with ``ending=True``. ``GONE`` means
-    the object is not there *and* nothing of it runs. ``blamed_hosts`` are
-    hosts to keep away from where the target can exclude nodes.
+    pod that terminates) it is ``RUNNING`` with ``ending`` set to what it is
+    ending as (``UNKNOWN`` where the system does not say). A gang of which only
+    some ranks are up or over is ``RUNNING`` too. For ``NODE_LOST`` the promise
+    is weaker: nothing runs that the system could still end.
+
+    ``GONE`` means that everyone who could know has answered that there is no
+    such object and nothing of it runs. Where several objects have the name (a
+    system without create-if-absent), the one that lives is reported, else the
+    oldest. ``restart`` stays 0 where the system does not count; the runtime is
+    told ``GANG_RESTART=auto`` then.
+
+    ``hosts`` are the nodes' names by node rank, ``""`` where not known;
+    ``blamed_hosts`` are those to keep away from where nodes can be excluded.
     """
 
     state: State
@@ -122,14 +140,14 @@ class Sighting:
     platform_id: str = ""
     restart: int = 0  # how often the platform itself started it again
     since: float | None = None  # of this state, seconds since the epoch, by the platform's clock
-    ending: bool = False
+    ending: State | None = None
     hosts: tuple[str, ...] = ()
     blamed_hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LogChunk:
-    """Output of one rank. ``next`` is what to pass as ``since`` for what follows."""
+    """A piece of output. ``next`` is what to pass as ``since`` for what follows."""
 
     text: str
     next: str
@@ -139,8 +157,11 @@ class LogChunk:
 class Capabilities:
     """What a target can do beyond the core. Planners and tests ask for these."""
 
-    notices: bool = False  # a preemption comes with a warning that reaches the ranks
-    requeues: bool = False  # the platform starts a preempted gang again by itself
+    notices: bool = False  # a preemption comes with a warning that reaches the agents
+    requeues: bool = False  # the platform starts a preempted gang again by itself, also one that left with 75
+    grace: float | None = (
+        None  # seconds from that warning to the kill, where the platform has a limit of its own
+    )
     excludes_hosts: bool = False
     shared_path: bool = False  # the ranks see the channel as a folder
     priorities: bool = False
@@ -182,16 +203,25 @@ class Target(Protocol):
         """One sighting for each of the jobs, by name; one query for all of them, whatever their number."""
         ...
 
-    async def cancel(self, job: JobRef, *, grace: float) -> None:
-        """Give notice, and end what still runs after ``grace`` seconds. Returns once that is on its way.
+    async def cancel(self, job: JobRef, *, grace: float, since: float) -> None:
+        """Give notice, and end what still runs ``grace`` seconds later. Returns once that is on its way.
 
-        No error when it is over or gone. Calling it again never shortens the
-        grace. The end is seen by ``observe``.
+        ``grace`` is at most the job's ``stop_grace``; a system that has one fixed
+        grace may use that. ``since`` is when the end was first asked for, so that
+        every driver asks for the same moment: calling it again never shortens
+        the grace. No error when it is over or gone. The end is seen by ``observe``.
         """
         ...
 
-    async def logs(self, job: JobRef, rank: int, life: int, since: str = "") -> LogChunk:
-        """Output of a rank of a life since a position; at most 64 KiB a call."""
+    async def logs(self, job: JobRef, node: int, since: str = "") -> LogChunk:
+        """The platform's own output of one node since a position, at most 64 KiB: what the agent said, and why it did not start.
+
+        The ranks' output is in the run directory.
+        """
+        ...
+
+    async def forget(self, job: JobRef) -> None:
+        """The attempt is over, and journalled so: remove what is of no use any more (objects, secrets). May be called again."""
         ...
 
     async def offers(self, gang: Gang) -> list[Offer]:

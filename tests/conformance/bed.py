@@ -18,7 +18,8 @@ from airflow_gpu.gang.spec import Gang
 from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.slot import take
 from airflow_gpu.rundir.store import Store
-from airflow_gpu.targets.base import Target
+from airflow_gpu.staging import ref_for
+from airflow_gpu.targets.base import JobRef, Target
 from airflow_gpu.targets.watch import Watcher
 
 POLL = 0.1
@@ -85,6 +86,10 @@ class Played:
 
     async def channel(self) -> Channel:
         return await self.driver.channel(self.run.attempts[-1])
+
+    async def ref(self, attempt: Any) -> JobRef:
+        """What finds the job of an attempt."""
+        return ref_for(self.key, self.driver.incarnation, attempt, self.target, await self.channel())
 
     async def until(self, what: str, done: Any) -> Any:
         """Until ``done()`` (a coroutine function) answers something true."""

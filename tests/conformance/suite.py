@@ -7,6 +7,8 @@ A target's own module subclasses :class:`Scenarios` and gives the fixture
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ import pytest
 
 from airflow_gpu.gang.run import Cause, State
 from airflow_gpu.gang.spec import Gang
-from airflow_gpu.staging import ref_for
 from tests.conformance import programs
 from tests.conformance.bed import Bed, play
 
@@ -174,7 +175,7 @@ class Scenarios:
         verdict = await played.verdict()
         assert (verdict.outcome, verdict.cause) == ("cancelled", Cause.STOPPED)
         attempt = played.run.attempts[-1]
-        ref = ref_for(played.key, played.driver.incarnation, attempt)
+        ref = await played.ref(attempt)
         assert (await bed.target.observe([ref]))[ref.name].state.ended
         if bed.target.capabilities.notices:
             assert attempt.outcome.checkpoint is not None
@@ -199,6 +200,34 @@ class Scenarios:
         await taker.driver.stop("user", "free the nodes")
         await taker.verdict()
         assert await played.lives() == []
+
+    async def test_ended_by_somebody_else(self, bed: Bed, tmp_path: Path) -> None:
+        """Who ends the job outside of Airflow meant it: it is not started again."""
+        played = (await play(bed, tmp_path, self.gang(bed, programs.count, 2000))).start()
+        await played.until_step(3)
+        await bed.target.cancel(await played.ref(played.run.attempts[-1]), grace=20, since=time.time())
+        verdict = await played.verdict()
+        assert (verdict.outcome, verdict.cause) == ("failed", Cause.CANCELLED)
+        assert len(played.run.attempts) == 1
+
+    async def test_runtime_that_cannot_start(self, bed: Bed, tmp_path: Path) -> None:
+        """The platform's own words say why; it is tried again as often as the budget says, and no more."""
+        gang = self.gang(bed, programs.count, 3, recovery={"node_failures": 1})
+        played = await play(bed, tmp_path, gang)
+        target = played.target
+        submit = target.submit
+
+        async def broken(job: Any) -> str:
+            return await submit(replace(job, argv=(job.argv[0], "/nowhere/runtime.pyz", *job.argv[2:])))
+
+        target.submit = broken  # type: ignore[method-assign]
+        try:
+            verdict = await played.start().verdict()
+        finally:
+            del target.__dict__["submit"]
+        assert (verdict.outcome, verdict.cause) == ("failed", Cause.NOT_STARTED)
+        assert len(played.run.attempts) == 2
+        assert "/nowhere/runtime.pyz" in verdict.message
 
     async def test_found_again(self, bed: Bed, tmp_path: Path) -> None:
         """The driver dies; another one, who knows the run directory only, brings the same life to its end."""
@@ -249,8 +278,6 @@ class Scenarios:
 
     async def test_name_taken_by_another(self, bed: Bed, tmp_path: Path) -> None:
         """A job of that name that is not ours is never adopted, and never cancelled."""
-        from dataclasses import replace
-
         from airflow_gpu.staging import job_for
         from airflow_gpu.targets.base import NameTaken
 
@@ -272,8 +299,8 @@ class Scenarios:
         }
         with pytest.raises(NameTaken):
             await bed.target.submit(replace(job, labels=labels))
-        stranger = replace(ref_for(played.key, played.driver.incarnation, attempt), labels=labels)
-        await bed.target.cancel(stranger, grace=0)
+        stranger = replace(await played.ref(attempt), labels=labels)
+        await bed.target.cancel(stranger, grace=0, since=0.0)
         assert (await played.verdict()).success
 
     async def test_unknown_state(self, bed: Bed, tmp_path: Path) -> None:
@@ -321,11 +348,9 @@ class Scenarios:
 
         await played.until("rank 0 is heard", heard)
         assert (await played.verdict()).success
-        attempt = played.run.attempts[-1]
-        ref = ref_for(played.key, played.driver.incarnation, attempt)
         last = bed.nodes * bed.gpus_per_node - 1
-        chunk = await bed.target.logs(ref, last, 1)
-        assert "hello from a rank äöü" in chunk.text
+        data = await (await played.channel()).log(1, last, 0, 1 << 20)
+        assert "hello from a rank äöü" in data.decode()
 
     async def test_secrets(self, bed: Bed, tmp_path: Path) -> None:
         """A secret reaches the ranks, and no file of the run directory but their own output."""
@@ -350,13 +375,9 @@ class Scenarios:
 
     async def test_gone(self, bed: Bed, tmp_path: Path) -> None:
         """A name the platform has never heard of is gone, and that is no error."""
-        from dataclasses import replace
-
         played = await play(bed, tmp_path, self.gang(bed, programs.count, 3))
         played.start()
         assert (await played.verdict()).success
-        ref = replace(
-            ref_for(played.key, played.driver.incarnation, played.run.attempts[-1]), name="never-heard-of-1"
-        )
+        ref = replace(await played.ref(played.run.attempts[-1]), name="never-heard-of-1")
         assert (await bed.target.observe([ref]))[ref.name].state is State.GONE
-        await bed.target.cancel(ref, grace=0)
+        await bed.target.cancel(ref, grace=0, since=0.0)

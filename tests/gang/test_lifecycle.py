@@ -10,7 +10,7 @@ import pytest
 
 from airflow_gpu.gang import lifecycle
 from airflow_gpu.gang.lifecycle import step
-from airflow_gpu.gang.run import Attempt, Cause, Observation, Owner, Run, State
+from airflow_gpu.gang.run import Attempt, Cause, Failure, Life, Observation, Owner, Run, State
 from airflow_gpu.gang.spec import Gang, Placement
 from tests.gang.simulation import Broken, Sim
 
@@ -201,3 +201,32 @@ def test_no_retry_is_spent_on_infrastructure_but_an_error_ends_it() -> None:
     run = _run(outcome=Outcome(cause=Cause.APPLICATION, at=100.0, detail="rank 3 exited with 1"))
     action = step(run, GANG, None, 100.0, 1)
     assert action == lifecycle.Finish("failed", Cause.APPLICATION, "rank 3 exited with 1")
+
+
+LIFE = Life(number=1, attempt=1, job="1", nodes=1, world_size=2, at=0.0)
+
+
+@pytest.mark.parametrize(
+    ("seen", "cause"),
+    [
+        # Objects vanish: what it was last said to be ending as decides, not the notice that its ranks had.
+        ({"state": State.GONE, "ending": State.CANCELLED, "life": LIFE, "notice": True}, Cause.CANCELLED),
+        ({"state": State.GONE, "ending": State.NODE_LOST, "life": LIFE}, Cause.NODE_LOST),
+        ({"state": State.GONE, "ending": State.UNKNOWN, "life": LIFE, "notice": True}, Cause.PREEMPTED),
+        ({"state": State.FAILED, "life": LIFE, "notice": True}, Cause.PREEMPTED),
+        # The notice before a time limit is no preemption: that would start it again for ever.
+        (
+            {"state": State.FAILED, "life": LIFE, "notice": True, "notice_cause": "time_limit"},
+            Cause.TIMED_OUT,
+        ),
+        # The records of an older life say nothing of a start that never came to a life of its own.
+        ({"state": State.FAILED, "life": LIFE, "notice": True, "restart": 1}, Cause.NOT_STARTED),
+        ({"state": State.FAILED, "life": LIFE, "failure": Failure("rank", exit_code=3)}, Cause.APPLICATION),
+        ({"state": State.FAILED, "life": LIFE, "failure": Failure("node")}, Cause.NODE_LOST),
+        ({"state": State.FAILED, "life": None}, Cause.NOT_STARTED),
+    ],
+)
+def test_why_it_ended(seen: dict[str, object], cause: Cause) -> None:
+    action = step(_run(), GANG, replace(_seen(State.FAILED), **seen), 1.0, 1)  # type: ignore[arg-type]
+    assert isinstance(action, lifecycle.Close)
+    assert action.outcome.cause is cause

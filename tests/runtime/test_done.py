@@ -52,3 +52,14 @@ def test_the_same_start_never_claims_twice(tmp_path: Path) -> None:
     assert bed.start(payload, restart="auto", GANG_START="pod").wait() == [1]
     twin = bed.start(payload, restart="auto", GANG_START="pod")
     assert twin.wait() == [76], twin.log()
+
+
+def test_why_a_notice_came() -> None:
+    """Platforms do not say; near the time limit it is that, at the latest in the second half of it."""
+    from airflow_gpu.runtime.ends import notice_cause
+
+    assert notice_cause(10, None, 30) == "platform"
+    assert notice_cause(3509, 3600, 30) == "platform"
+    assert notice_cause(3511, 3600, 30) == "time_limit"
+    assert notice_cause(59, 120, 30) == "platform"
+    assert notice_cause(61, 120, 30) == "time_limit"

@@ -22,6 +22,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from airflow_gpu.gang.run import State
 from airflow_gpu.targets.local import launch, supervise
 from airflow_gpu.targets.local.commands import obey
 from airflow_gpu.targets.local.files import Damaged, Folder, encode, read_json, replace_file
@@ -330,6 +331,20 @@ def _mark(path: Path) -> tuple[int, ...]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
+_ENDING = {
+    Cause.PREEMPT: State.PREEMPTED,
+    Cause.CANCEL: State.CANCELLED,
+    Cause.TIME_LIMIT: State.TIMED_OUT,
+    Cause.NODE_ENDED: State.UNKNOWN,  # what it was is known once all nodes have ended
+}
+
+
+def _ending(state: JobState) -> State | None:
+    if state.word is not Word.STOPPING:
+        return None
+    return _ENDING[state.stop.cause] if state.stop is not None else State.UNKNOWN
+
+
 def _row(gang: Gang) -> str:
     spec, state = gang.spec, gang.state
     if gang.row and state.ended:
@@ -342,7 +357,7 @@ def _row(gang: Gang) -> str:
         "reason": gang.line or state.reason if state.waiting else state.reason,
         "restart": state.restart,
         "since": state.since,
-        "ending": state.word is Word.STOPPING,
+        "ending": _ending(state),
         "hosts": list(state.hosts),
         "blamed": list(state.blamed),
         "order": state.order,

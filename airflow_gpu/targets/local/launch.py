@@ -129,14 +129,13 @@ def spawn(spec: Spec, folder: JobFolder, restart: int, place: Place) -> subproce
 
     :raises OSError: no process could be made.
     """
-    agent = [spec.python, f"{spec.payload}/runtime.pyz", "agent", f"{spec.payload}/job.json"]
     rank = place.rank
     files = [folder.claim(restart, rank), folder.agent(restart, rank), folder.exit(restart, rank)]
     # Appended to: the daemon can cut the file while it is written.
     log = os.open(folder.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, PRIVATE_FILE)
     try:
         return subprocess.Popen(
-            ["/bin/sh", "-c", SHIM, "airflow-gpu-node", *map(str, files), *agent],
+            ["/bin/sh", "-c", SHIM, "airflow-gpu-node", *map(str, files), *spec.argv],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

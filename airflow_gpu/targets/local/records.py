@@ -38,7 +38,7 @@ class Spec:
     time_limit: float
     payload: str
     channel: str
-    python: str
+    argv: tuple[str, ...]
     submitted_at: float
     attempt: int = 1
     cpus: float | None = None
@@ -65,7 +65,12 @@ class Spec:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {"v": FORMAT, **asdict(self), "exclude_hosts": list(self.exclude_hosts)}
+        return {
+            "v": FORMAT,
+            **asdict(self),
+            "exclude_hosts": list(self.exclude_hosts),
+            "argv": list(self.argv),
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Spec:

@@ -151,7 +151,7 @@ def _spec(job: Job, config: LocalConfig) -> Spec:
         exclude_hosts=tuple(job.exclude_hosts),
         secrets=bool(job.secrets),
         submitted_at=time.time(),
-        python=config.python,
+        argv=tuple(job.argv),
         environ=passed_environment(os.environ, config.pass_env),
         grace=config.grace,
         straggler=config.straggler,

@@ -61,7 +61,7 @@ class LocalTarget:
             excludes_hosts=True,
             shared_path=True,
             priorities=True,
-            extra={"grace": config.grace},
+            grace=config.grace,
         )
         self._client = Client(config.folder)
 
@@ -83,11 +83,15 @@ class LocalTarget:
     async def observe(self, jobs: Collection[JobRef]) -> Mapping[str, Sighting]:
         return await asyncio.to_thread(self._observe, list(jobs))
 
-    async def cancel(self, job: JobRef, *, grace: float) -> None:
+    async def cancel(self, job: JobRef, *, grace: float, since: float) -> None:
+        # The first command stands, and the daemon counts its grace: nothing depends on who asks when.
         await asyncio.to_thread(self._cancel, job, grace)
 
-    async def logs(self, job: JobRef, rank: int, life: int, since: str = "") -> LogChunk:
-        return await asyncio.to_thread(self._logs, job, rank, life, since)
+    async def logs(self, job: JobRef, node: int, since: str = "") -> LogChunk:
+        return await asyncio.to_thread(self._logs, job, node, since)
+
+    async def forget(self, job: JobRef) -> None:
+        """Nothing to do: secrets went with the gang's end, and the daemon forgets the job by itself after ``keep``."""
 
     async def offers(self, gang: Gang) -> list[Offer]:
         # Read here: the thread is to touch plain values only.
@@ -178,7 +182,7 @@ class LocalTarget:
                 platform_id=str(row["id"]),
                 restart=int(row["restart"]),
                 since=float(row["since"]),
-                ending=row["ending"] is True,
+                ending=State(row["ending"]) if row["ending"] else None,
                 hosts=tuple(str(host) for host in row["hosts"]),
                 blamed_hosts=tuple(str(host) for host in row["blamed"]),
             )
@@ -201,7 +205,7 @@ class LocalTarget:
                 )
             self._client.ensure()
 
-    def _logs(self, job: JobRef, rank: int, life: int, since: str) -> LogChunk:
+    def _logs(self, job: JobRef, node: int, since: str) -> LogChunk:
         if since and not since.isdecimal():
             raise TargetError(f"{since!r} is no position in a log")
         start = int(since or 0)
@@ -209,7 +213,7 @@ class LocalTarget:
             spec = submission.find(self._client.folder, job.name)
             if spec is None:
                 return LogChunk("", str(start))
-            path = f"{spec.channel}/lives/{life:04d}/logs/rank-{rank:05d}.log"
+            path = self._client.folder.job(job.name).log(node)
             data = b""
             with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
                 file.seek(start)

@@ -78,6 +78,7 @@ class Bed:
             "payload": str(payload),
             "channel": str(self.root / "channel" / name),
             "time_limit": 3600.0,
+            "argv": ("/bin/sh", f"{payload}/runtime.pyz", "agent", f"{payload}/job.json"),
             **fields,
         }
         return Job(**given)
@@ -157,7 +158,7 @@ class Bed:
 
 
 def _named(name: str) -> Job:
-    return Job(name, {}, 1, "", 1, 0, 1, "", "", 1.0)
+    return Job(name, {}, 1, "", 1, 0, 1, "", "", 1.0, ())
 
 
 def marked() -> dict[Ident, Marker]:

@@ -81,7 +81,7 @@ async def test_a_daemon_killed_within_a_grace_is_followed_by_one_that_keeps_it(b
     await bed.appears("notices")
     await bed.kill_daemon()
     seen = await bed.look(target, job)
-    assert (seen.state, seen.ending) == (State.RUNNING, True)
+    assert (seen.state, seen.ending) == (State.RUNNING, State.PREEMPTED)
     assert "was killed" in (await bed.until(target, job, State.PREEMPTED)).reason
 
 
@@ -159,7 +159,7 @@ time.sleep(600)
     masks = dict(line.split(":\t") for line in (bed.marks / "signals").read_text().splitlines())
     reserved = 0b11 << 31  # signals 32 and 33 are the C library's own; what is inherited of them is not ours
     assert {int(mask, 16) & ~reserved for mask in masks.values()} == {0}
-    await target.cancel(bed.ref(job), grace=60)
+    await target.cancel(bed.ref(job), grace=60, since=0.0)
     await bed.until(target, job, State.CANCELLED)
 
 
@@ -219,7 +219,7 @@ async def test_a_crash_in_the_middle_of_a_start_starts_no_node_twice(
     assert sorted((bed.marks / "starts").read_text().split()) == ["0.0", "0.1", "0.2"]
     for child in gang.children.values():
         assert child.poll() is None
-    await target.cancel(bed.ref(job), grace=60)
+    await target.cancel(bed.ref(job), grace=60, since=0.0)
     await bed.until(target, job, State.CANCELLED)
     for child in gang.children.values():
         child.wait()
@@ -238,7 +238,7 @@ def a_job(bed: Bed, script: str) -> Spec:
         time_limit=60,
         payload=job.payload,
         channel=job.channel,
-        python="/bin/sh",
+        argv=job.argv,
         submitted_at=time.time(),
         environ={"PATH": os.environ["PATH"]},
     )
@@ -458,7 +458,7 @@ async def test_one_gang_in_trouble_does_not_stop_the_others(bed: Bed) -> None:
     await bed.until(target, other, State.SUCCEEDED)
     files.start(0).unlink()
     os.rename(files.root / "moved", files.start(0))
-    await target.cancel(bed.ref(job), grace=60)
+    await target.cancel(bed.ref(job), grace=60, since=0.0)
     await bed.until(target, job, State.CANCELLED)
 
 

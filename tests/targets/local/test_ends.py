@@ -36,7 +36,7 @@ async def test_all_or_nothing_and_the_line_holds(bed: Bed) -> None:
     assert (seen.state, seen.hosts) == (State.QUEUED, ())
     await target.submit(small)  # would fit, but is behind
     await bed.until(target, small, lambda s: s.reason == "behind both, which is first in line")
-    await target.cancel(bed.ref(one), grace=30)
+    await target.cancel(bed.ref(one), grace=30, since=0.0)
     await bed.until(target, small, State.SUCCEEDED)
     await bed.until(target, both, State.SUCCEEDED)
 
@@ -54,7 +54,7 @@ async def test_priority_goes_first_and_then_the_order_of_submission(bed: Bed) ->
     for job in jobs:
         await target.submit(job)
         await bed.until(target, job, State.QUEUED)
-    await target.cancel(bed.ref(blocker), grace=30)
+    await target.cancel(bed.ref(blocker), grace=30, since=0.0)
     for job in jobs:
         await bed.until(target, job, State.SUCCEEDED)
     assert (bed.marks / "order").read_text().split() == ["c", "d", "a", "b"]
@@ -102,7 +102,7 @@ async def test_preempted_while_higher_priority_runs_it_waits_as_requeued(bed: Be
     await bed.appears("high-0-0")
     seen = await bed.look(target, low)
     assert (seen.state, seen.native, seen.restart, seen.hosts) == (State.QUEUED, "REQUEUED", 1, ())
-    await target.cancel(bed.ref(low), grace=30)
+    await target.cancel(bed.ref(low), grace=30, since=0.0)
     assert (await bed.until(target, low, State.CANCELLED)).restart == 1
 
 
@@ -151,14 +151,14 @@ async def test_cancel_of_queued_running_ended_and_unknown_jobs(bed: Bed) -> None
     await target.submit(running)
     await target.submit(queued)
     await bed.appears("up-0-0")
-    await target.cancel(bed.ref(queued), grace=3600)
+    await target.cancel(bed.ref(queued), grace=3600, since=0.0)
     assert (await bed.until(target, queued, State.CANCELLED)).hosts == ()
     assert not bed.folder.job("queued").secrets.exists()
     for _ in range(2):
-        await target.cancel(bed.ref(running), grace=60)
+        await target.cancel(bed.ref(running), grace=60, since=0.0)
     await bed.until(target, running, State.CANCELLED)
-    await target.cancel(bed.ref(running), grace=0)
-    await target.cancel(bed.ref(bed.job("true", "unknown")), grace=0)
+    await target.cancel(bed.ref(running), grace=0, since=0.0)
+    await target.cancel(bed.ref(bed.job("true", "unknown")), grace=0, since=0.0)
     assert (await bed.look(target, running)).state is State.CANCELLED
     assert bed.notices() == ["0.0"]
 
@@ -170,8 +170,8 @@ async def test_cancelling_again_never_shortens_the_grace(bed: Bed) -> None:
     await target.submit(job)
     await bed.appears("up-0-0")
     bed.admin.preempt(job.name)
-    await target.cancel(bed.ref(job), grace=0)
-    await target.cancel(bed.ref(job), grace=0)
+    await target.cancel(bed.ref(job), grace=0, since=0.0)
+    await target.cancel(bed.ref(job), grace=0, since=0.0)
     seen = await bed.until(target, job, State.CANCELLED)  # not requeued, not preempted: it is to end
     assert (bed.marks / "saved").exists(), seen
 
@@ -181,7 +181,7 @@ async def test_cancel_kills_after_its_own_grace(bed: Bed) -> None:
     job = bed.job(STUBBORN + UP + STAY)
     await target.submit(job)
     await bed.appears("up-0-0")
-    await target.cancel(bed.ref(job), grace=0.5)
+    await target.cancel(bed.ref(job), grace=0.5, since=0.0)
     assert "was killed" in (await bed.until(target, job, State.CANCELLED)).reason
 
 
@@ -207,10 +207,9 @@ async def test_a_bad_end_is_failed_with_its_code(bed: Bed) -> None:
     await target.submit(job)
     seen = await bed.until(target, job, State.FAILED)
     assert seen.reason == "node 0 of the gang (node-0) ended with exit code 3"
-    missing = bed.job("true", "missing")
-    other = bed.target(python="/nowhere/python3")
-    await other.submit(missing)
-    assert "127 (the interpreter was not found)" in (await bed.until(other, missing, State.FAILED)).reason
+    missing = bed.job("true", "missing", argv=("/nowhere/python3", "runtime.pyz"))
+    await target.submit(missing)
+    assert "127 (the interpreter was not found)" in (await bed.until(target, missing, State.FAILED)).reason
 
 
 async def test_after_one_node_failed_the_others_get_time_then_notice_then_the_kill(bed: Bed) -> None:

@@ -21,7 +21,7 @@ def spec(**fields: object) -> Spec:
         "gpus_per_node": 0,
         "time_limit": 1.0,
     }
-    more = {"payload": "", "channel": "", "python": "", "submitted_at": 0.0}
+    more = {"payload": "", "channel": "", "argv": (), "submitted_at": 0.0}
     return Spec(**{**given, **more, **fields})  # type: ignore[arg-type]
 
 

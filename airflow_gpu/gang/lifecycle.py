@@ -24,12 +24,11 @@ The rules, in the order in which they are applied:
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from airflow_gpu.gang.budgets import delay, fruitless, refusal, spent, streak
 from airflow_gpu.gang.run import (
-    INFRASTRUCTURE,
     Attempt,
     Cause,
     Observation,
@@ -38,7 +37,7 @@ from airflow_gpu.gang.run import (
     State,
     Verdict,
 )
-from airflow_gpu.gang.spec import Gang, Recovery
+from airflow_gpu.gang.spec import Gang
 
 EVIDENCE_LIMIT = 120.0
 """Seconds that ranks' records may lag behind the platform's word that they ended."""
@@ -316,7 +315,7 @@ def _limits(
     """Every wait is bounded: stop at the limit of the state, else look again by then."""
     recovery = gang.recovery
     allowed = 0 if recovery.mode == "never" else recovery.preemptions
-    before = _spent(run, recovery, run.epoch, "preemptions")
+    before = spent(run, recovery, run.epoch, "preemptions")
     if allowed is not None and seen.restart and before + seen.restart > allowed:
         return RequestStop(
             attempt,
@@ -324,7 +323,7 @@ def _limits(
             f"preempted {before + seen.restart} times, {allowed} allowed by recovery.preemptions",
         )
     if seen.fruitless >= recovery.fruitless:
-        return RequestStop(attempt, "fruitless", _fruitless(seen.fruitless, recovery))
+        return RequestStop(attempt, "fruitless", fruitless(seen.fruitless, recovery))
     if seen.state is State.QUEUED:
         limit = seen.since + gang.placement.max_wait
         reason, detail = (
@@ -368,91 +367,20 @@ def _next(run: Run, gang: Gang, now: float, epoch: int) -> Action:
             return Start(len(run.attempts) + 1, resume)
         kind = "failed" if stop.reason == "deadline" else "cancelled"
         return Finish(kind, Cause.STOPPED, stop.detail or f"stopped: {stop.reason}")
-    refusal = _refusal(run, gang.recovery, outcome, epoch)
-    if refusal is not None:
-        return Finish("failed", outcome.cause, refusal)
+    refused = refusal(run, gang.recovery, outcome, epoch)
+    if refused is not None:
+        return Finish("failed", outcome.cause, refused)
     if end is not None and now >= end:
         return Finish(
             "failed", Cause.STOPPED, f"the deadline passed; the last attempt ended as {outcome.cause}"
         )
-    streak = _streak(mine)
-    if streak >= gang.recovery.fruitless:
-        return Finish("failed", Cause.FRUITLESS, _fruitless(streak, gang.recovery))
-    at = outcome.at + _delay(gang.recovery, outcome.cause, streak, last.name)
+    count = streak(mine)
+    if count >= gang.recovery.fruitless:
+        return Finish("failed", Cause.FRUITLESS, fruitless(count, gang.recovery))
+    at = outcome.at + delay(gang.recovery, outcome.cause, count, last.name)
     if now < at:
         return Wait(at if end is None else min(at, end), f"attempt {last.number} ended as {outcome.cause}")
     return Start(len(run.attempts) + 1, resume)
-
-
-def _group(recovery: Recovery, cause: Cause) -> str | None:
-    """The budget that an end with this cause draws from; None if there is none."""
-    if cause is Cause.PREEMPTED:
-        return "preemptions"
-    if cause in INFRASTRUCTURE:
-        return "node_failures"
-    name = {Cause.APPLICATION: "application", Cause.OUT_OF_MEMORY: "out_of_memory"}.get(cause)
-    if name is not None and recovery.mode == "any" and getattr(recovery, name) == 0:
-        return "node_failures"
-    return name
-
-
-def _spent(run: Run, recovery: Recovery, epoch: int, group: str) -> int:
-    total = 0
-    for attempt in run.of_epoch(epoch):
-        outcome = attempt.outcome
-        if outcome is None:
-            continue
-        total += _group(recovery, outcome.cause) == group
-        if group == "preemptions":
-            total += outcome.restarts
-    return total
-
-
-def _refusal(run: Run, recovery: Recovery, outcome: Outcome, epoch: int) -> str | None:
-    """Why there is no further attempt after this end; None when there is one."""
-    group = _group(recovery, outcome.cause)
-    if group is None:
-        return outcome.detail or f"ended as {outcome.cause}"
-    allowed = 0 if recovery.mode == "never" else getattr(recovery, group)
-    if allowed is None:
-        return None
-    spent = _spent(run, recovery, epoch, group)
-    if spent <= allowed:
-        return None
-    why = outcome.detail or f"ended as {outcome.cause}"
-    if recovery.mode == "never" or allowed == 0:
-        return why
-    return f"{why} (recovery.{group}={allowed} is spent: {spent} ends of this kind)"
-
-
-def _streak(mine: tuple[Attempt, ...]) -> int:
-    """Ends in a row that left the run at the checkpoint where the one before had left it."""
-    streak = 0
-    newest = mine[-1].outcome
-    assert newest is not None
-    for attempt, before in zip(reversed(mine), [*reversed(mine[:-1]), None], strict=True):
-        outcome = attempt.outcome
-        assert outcome is not None
-        if outcome.checkpoint != newest.checkpoint:
-            break
-        previous = before.outcome if before is not None else None
-        if previous is not None and previous.checkpoint != newest.checkpoint:
-            break  # this one still got further
-        if previous is None and newest.checkpoint is not None:
-            break  # the first one of this owner, and it has a checkpoint: not known to be fruitless
-        streak += 1 + outcome.restarts
-    return streak
-
-
-def _delay(recovery: Recovery, cause: Cause, streak: int, name: str) -> float:
-    """Seconds before the next attempt: none after a preemption that cost no progress, else doubling."""
-    if cause is Cause.PREEMPTED and streak == 0:
-        return 0.0
-    base = float(min(recovery.backoff * 2.0 ** min(max(streak - 1, 0), 30), recovery.backoff_max))
-    # Up to a quarter more, fixed by the attempt's name: gangs that fail together do not return together,
-    # and two drivers of one run compute the same moment.
-    digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
-    return base * (1 + digest / 2**34)
 
 
 # -- helpers -------------------------------------------------------------------------------------
@@ -484,13 +412,6 @@ def _outcome(cause: Cause, seen: Observation, now: float, detail: str) -> Outcom
         checkpoint=seen.checkpoint,
         restarts=seen.restart,
         blamed=seen.blamed,
-    )
-
-
-def _fruitless(count: int, recovery: Recovery) -> str:
-    return (
-        f"{count} starts in a row got no further than the same checkpoint (recovery.fruitless={recovery.fruitless}); "
-        "save more often than the gang is interrupted, or raise the limit"
     )
 
 

@@ -1,0 +1,91 @@
+"""Budgets: whether there is another attempt after an end, and when.
+
+Purpose: each cause of an end draws on a budget of its own (:class:`Recovery`),
+for each owner anew. Pure, as all of :mod:`airflow_gpu.gang`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+from airflow_gpu.gang.run import INFRASTRUCTURE, Attempt, Cause, Outcome, Run
+from airflow_gpu.gang.spec import Recovery
+
+
+def group_of(recovery: Recovery, cause: Cause) -> str | None:
+    """The budget that an end with this cause draws from; None if there is none."""
+    if cause is Cause.PREEMPTED:
+        return "preemptions"
+    if cause in INFRASTRUCTURE:
+        return "node_failures"
+    name = {Cause.APPLICATION: "application", Cause.OUT_OF_MEMORY: "out_of_memory"}.get(cause)
+    if name is not None and recovery.mode == "any" and getattr(recovery, name) == 0:
+        return "node_failures"
+    return name
+
+
+def spent(run: Run, recovery: Recovery, epoch: int, group: str) -> int:
+    """Ends of this kind under this owner, restarts by the platform included."""
+    total = 0
+    for attempt in run.of_epoch(epoch):
+        outcome = attempt.outcome
+        if outcome is None:
+            continue
+        total += group_of(recovery, outcome.cause) == group
+        if group == "preemptions":
+            total += outcome.restarts
+    return total
+
+
+def refusal(run: Run, recovery: Recovery, outcome: Outcome, epoch: int) -> str | None:
+    """Why there is no further attempt after this end; None when there is one."""
+    group = group_of(recovery, outcome.cause)
+    if group is None:
+        return outcome.detail or f"ended as {outcome.cause}"
+    allowed = 0 if recovery.mode == "never" else getattr(recovery, group)
+    if allowed is None:
+        return None
+    ends = spent(run, recovery, epoch, group)
+    if ends <= allowed:
+        return None
+    why = outcome.detail or f"ended as {outcome.cause}"
+    if recovery.mode == "never" or allowed == 0:
+        return why
+    return f"{why} (recovery.{group}={allowed} is spent: {ends} ends of this kind)"
+
+
+def streak(mine: tuple[Attempt, ...]) -> int:
+    """Ends in a row that left the run at the checkpoint where the one before had left it."""
+    count = 0
+    newest = mine[-1].outcome
+    assert newest is not None
+    for attempt, before in zip(reversed(mine), [*reversed(mine[:-1]), None], strict=True):
+        outcome = attempt.outcome
+        assert outcome is not None
+        if outcome.checkpoint != newest.checkpoint:
+            break
+        previous = before.outcome if before is not None else None
+        if previous is not None and previous.checkpoint != newest.checkpoint:
+            break  # this one still got further
+        if previous is None and newest.checkpoint is not None:
+            break  # the first one of this owner, and it has a checkpoint: not known to be fruitless
+        count += 1 + outcome.restarts
+    return count
+
+
+def delay(recovery: Recovery, cause: Cause, streak: int, name: str) -> float:
+    """Seconds before the next attempt: none after a preemption that cost no progress, else doubling."""
+    if cause is Cause.PREEMPTED and streak == 0:
+        return 0.0
+    base = float(min(recovery.backoff * 2.0 ** min(max(streak - 1, 0), 30), recovery.backoff_max))
+    # Up to a quarter more, fixed by the attempt's name: gangs that fail together do not return together,
+    # and two drivers of one run compute the same moment.
+    digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    return base * (1 + digest / 2**34)
+
+
+def fruitless(count: int, recovery: Recovery) -> str:
+    return (
+        f"{count} starts in a row got no further than the same checkpoint (recovery.fruitless={recovery.fruitless}); "
+        "save more often than the gang is interrupted, or raise the limit"
+    )

@@ -16,27 +16,39 @@ decides again. Every action may be repeated.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
 from airflow_gpu.gang import lifecycle
-from airflow_gpu.gang.entries import attempt_entry, over_entry, stop_entry, submitted_entry, verdict_entry
+from airflow_gpu.gang.entries import (
+    JournalError,
+    attempt_entry,
+    over_entry,
+    stop_entry,
+    submitted_entry,
+    verdict_entry,
+)
 from airflow_gpu.gang.identity import RunKey, attempt_name, run_path
-from airflow_gpu.gang.run import Attempt, Cause, Observation, Outcome, State, Verdict
+from airflow_gpu.gang.run import Attempt, Cause, Outcome, State, Verdict
 from airflow_gpu.gang.spec import Gang
+from airflow_gpu.observing import Observer
 from airflow_gpu.placement.choose import choose
 from airflow_gpu.record import build_record, describe
-from airflow_gpu.rundir.channel import Channel, Evidence
+from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.journal import Journal, LostRace
 from airflow_gpu.rundir.store import Store, StoreError
 from airflow_gpu.staging import job_for, ref_for, stage
-from airflow_gpu.targets.base import JobRef, NameTaken, Offer, Rejected, Target, TargetError
-from airflow_gpu.targets.watch import Watcher
+from airflow_gpu.targets.base import NameTaken, Offer, Rejected, Target, TargetError
+from airflow_gpu.targets.watch import Watcher, bounded
 from airflow_gpu.tasklog import RankLog
 
 KILL_ROUNDS = 5
 """How often a stop looks for a job whose submit may still be on its way, one second apart."""
+
+STOP_LIMIT = 600.0
+"""Seconds for which a person's wish to end a gang is tried, when store or target do not answer."""
 
 PROGRESS_EVERY = 30.0
 """Seconds between two lines of the task log that say how far the gang is."""
@@ -57,14 +69,14 @@ class World:
     """What the driver needs of the world outside; tests give their own.
 
     ``target`` answers the target for a connection id, ``channel_store`` the
-    store of its channel, ``secrets`` resolves references to values at the
+    store at a channel's root URI, ``secrets`` resolves references to values at the
     moment of a submit. ``say`` takes lines for people.
     """
 
     clock: Callable[[], float]
     sleep: Callable[[float], Awaitable[None]]
     target: Callable[[str], Awaitable[Target]]
-    channel_store: Callable[[Target], Store]
+    channel_store: Callable[[str], Store]
     watcher: Callable[[Target], Watcher]
     secrets: Callable[[Mapping[str, str]], Awaitable[Mapping[str, str]]]
     say: Callable[[str], None]
@@ -89,17 +101,14 @@ class Driver:
         self.gang = gang
         self.epoch = epoch
         self.world = world
-        self._seen: Observation | None = None
-        self._evidence: Evidence | None = None
-        self._since: tuple[str, float] = ("", 0.0)
-        self._asked: float | None = (
-            None  # since when this driver has asked for the end of the current attempt
-        )
+        self._observer = Observer()
+        self._basis = 0  # the journal's newest entry when step() decided
         self._failing: float | None = None  # since when the current attempt could not be submitted
         self._channels: dict[str, Channel] = {}
         self._log = RankLog(world.rank_log)
         self._said = ""
         self._said_at = 0.0
+        self._progressed = False
 
     async def run(self, *, until_submitted: bool = False) -> Verdict | None:
         """Go on until there is a verdict, or only until an attempt is submitted: then the answer is None.
@@ -114,14 +123,16 @@ class Driver:
                 verdict = await self._round()
                 broken = None
             except LostRace:
-                self._seen = None
+                self._observer.seen = None
                 continue
-            except StoreError as error:
+            except (StoreError, TargetError) as error:
+                # Neither says anything about the gang, which goes on meanwhile.
                 now = self.world.clock()
                 broken = broken or now
-                if now - broken >= STORE_LIMIT:
+                limit = STORE_LIMIT if isinstance(error, StoreError) else self.gang.recovery.unknown_limit
+                if now - broken >= limit:
                     raise
-                self._tell(f"the run directory cannot be reached, trying again: {error}")
+                self._tell(f"trying again: {error}")
                 await self.world.sleep(self.world.poll)
                 continue
             if verdict is not None:
@@ -132,7 +143,10 @@ class Driver:
 
     async def _round(self) -> Verdict | None:
         now = self.world.clock()
-        action = lifecycle.step(self.journal.run, self.gang, self._seen, now, self.epoch)
+        run = self.journal.run
+        self._basis = run.seq
+        self._observer.drop_if_stale(run.current)
+        action = lifecycle.step(run, self.gang, self._observer.seen, now, self.epoch)
         match action:
             case lifecycle.Done(verdict):
                 return verdict
@@ -162,23 +176,26 @@ class Driver:
         return None
 
     async def _append(self, entry: dict[str, object]) -> None:
-        await self.journal.append(entry, epoch=self.epoch, now=self.world.clock())
+        """Journal a decision; LostRace if anything was journalled since it was made, also by our own stop()."""
+        await self.journal.append(entry, epoch=self.epoch, now=self.world.clock(), after=self._basis)
+        self._basis += 1
 
     def _tell(self, line: str, progress: str = "") -> None:
-        """A line for people, once; with its progress again from time to time."""
+        """A line for people, once; with its progress as soon as there is some, then from time to time."""
         now = self.world.clock()
-        if line != self._said or (progress and now - self._said_at >= PROGRESS_EVERY):
-            self._said, self._said_at = line, now
+        first = bool(progress) and not self._progressed
+        if line != self._said or first or (progress and now - self._said_at >= PROGRESS_EVERY):
+            self._said, self._said_at, self._progressed = line, now, bool(progress)
             self.world.say(line + progress)
 
     # -- where an attempt's files are ------------------------------------------------------------
 
-    async def channel(self, attempt: Attempt) -> Channel:
-        """The channel half of the run directory of this attempt."""
+    def channel(self, attempt: Attempt) -> Channel:
+        """The channel half of the run directory of this attempt: where it was journalled, whatever the connection says now."""
+        path = run_path(self.key, self.incarnation)
         if attempt.channel not in self._channels:
-            target = await self.world.target(attempt.target)
-            store = self.world.channel_store(target)
-            self._channels[attempt.channel] = Channel(store, run_path(self.key, self.incarnation))
+            root = attempt.channel.removesuffix(f"/{path}")
+            self._channels[attempt.channel] = Channel(self.world.channel_store(root), path)
         return self._channels[attempt.channel]
 
     # -- actions ---------------------------------------------------------------------------------
@@ -192,7 +209,10 @@ class Driver:
             try:
                 targets[name] = await self.world.target(name)
                 # By the name under which it was listed, whatever the target calls itself.
-                offers += [replace(offer, target=name) for offer in await targets[name].offers(self.gang)]
+                offers += [
+                    replace(offer, target=name)
+                    for offer in await bounded(targets[name].offers(self.gang), name)
+                ]
             except TargetError as error:
                 errors[name] = str(error)
         decision = choose(self.gang, offers, errors)
@@ -210,12 +230,12 @@ class Driver:
             return
         self._failing = None
         target = targets[decision.chosen.target]
-        store = self.world.channel_store(target)
+        store = self.world.channel_store(target.channel)
         channel = Channel(store, run_path(self.key, self.incarnation))
         before = self.journal.run.attempts
         first_life = 1
         for earlier in before[-1:]:
-            first_life = max([life.number for life in await (await self.channel(earlier)).lives()] or [0]) + 1
+            first_life = max([life.number for life in await self.channel(earlier).lives()] or [0]) + 1
         await self._append(
             attempt_entry(
                 attempt=number,
@@ -228,42 +248,46 @@ class Driver:
                 digest=self.gang.digest(),
             )
         )
-        self._seen = self._evidence = self._asked = None
+        self._observer.forget()
         attempt = self.journal.run.attempts[-1]
         self._tell(f"attempt {number} on {attempt.target}: {self.gang.nodes} nodes x {self.gang.ranks} ranks")
         await self._submit(attempt)
 
+    def _gang_of(self, attempt: Attempt) -> Gang:
+        """The request of the owner who began the attempt: an adopter may have rendered another one."""
+        if attempt.epoch == self.epoch:
+            return self.gang
+        return Gang.from_json(json.dumps(self.journal.gang_of(attempt.epoch)))
+
     async def _submit(self, attempt: Attempt) -> None:
         now = self.world.clock()
+        gang, channel = self._gang_of(attempt), self.channel(attempt)
         try:
             target = await self.world.target(attempt.target)
-            channel = await self.channel(attempt)
-            await stage(channel, target, self.key, self.incarnation, self.gang, attempt)
-            secrets = await self.world.secrets(self.gang.secrets)
-            job = job_for(
-                channel, target, self.key, self.incarnation, self.gang, attempt, secrets, self._blamed()
-            )
-            platform_id = await _uncancelled(target.submit(job))
+            await stage(channel, target, self.key, self.incarnation, gang, attempt)
+            secrets = await self.world.secrets(gang.secrets)
+            job = job_for(channel, target, self.key, self.incarnation, gang, attempt, secrets, self._blamed())
+            platform_id = await bounded(_uncancelled(target.submit(job)), attempt.target)
         except (Rejected, NameTaken) as error:
-            self._seen = self._word(attempt, State.REJECTED, str(error), now)
+            self._observer.word(attempt, State.REJECTED, str(error), now, now)
             return
         except TargetError as error:
             self._failing = self._failing or now
             self._tell(f"attempt {attempt.number} could not be submitted to {attempt.target} yet: {error}")
             await self.world.sleep(self.world.poll)
-            if now - self._failing >= self.gang.recovery.unknown_limit:
+            if now - self._failing >= gang.recovery.unknown_limit:
                 why = f"could not be submitted: {error}"
-                self._seen = replace(self._word(attempt, State.UNKNOWN, why, now), since=self._failing)
+                self._observer.word(attempt, State.UNKNOWN, why, now, self._failing)
                 return
             # It may have got there all the same: look before the next try.
             await self._look(attempt)
             return
         self._failing = None
+        await self._submitted(attempt, platform_id)
+
+    async def _submitted(self, attempt: Attempt, platform_id: str) -> None:
         await self._append(submitted_entry(attempt.number, platform_id))
         self._tell(f"attempt {attempt.number} submitted to {attempt.target} as {platform_id}")
-
-    def _word(self, attempt: Attempt, state: State, reason: str, now: float) -> Observation:
-        return Observation(attempt=attempt.number, state=state, at=now, since=now, reason=reason)
 
     def _blamed(self) -> tuple[str, ...]:
         if not self.gang.recovery.exclude_blamed_nodes:
@@ -272,102 +296,56 @@ class Driver:
         return tuple(dict.fromkeys(blamed))
 
     async def _look(self, attempt: Attempt) -> None:
-        """One observation: the target's word and the ranks' records, put together."""
-        target = await self.world.target(attempt.target)
-        channel = await self.channel(attempt)
-        ref = ref_for(self.key, self.incarnation, attempt, target, channel)
+        """One observation of the attempt; rank 0's output goes into the task log."""
+        channel = self.channel(attempt)
+        sighting, trouble = None, ""
         try:
-            sighting = await self.world.watcher(target).sighting(ref)
+            target = await self.world.target(attempt.target)
+            sighting = await self.world.watcher(target).sighting(ref_for(self.key, self.incarnation, attempt))
         except TargetError as error:
-            now = self.world.clock()
-            self._tell(f"{attempt.target} does not answer, looking again: {error}")
-            self._seen = self._merge(attempt, State.UNKNOWN, "no answer", str(error), now, None)
+            trouble = str(error)
+        seen = await self._observer.look(attempt, channel, sighting, trouble, self.world.clock())
+        if seen.life is not None:
+            await self._log.follow(channel, seen.life, ended=seen.state.ended)
+        if sighting is None:
+            self._tell(f"{attempt.target} does not answer, looking again: {trouble}")
             await self.world.sleep(self.world.poll)
             return
-        now = self.world.clock()
-        same_life = self._evidence if not sighting.state.ended else None
-        evidence = await channel.evidence(attempt.number, ended=sighting.state.ended, known=same_life)
-        self._evidence = evidence
-        seen = self._merge(attempt, sighting.state, sighting.native, sighting.reason, now, sighting.since)
-        self._seen = replace(
-            seen,
-            ending=sighting.ending or self._ending(sighting.restart),
-            platform_id=sighting.platform_id,
-            restart=max(sighting.restart, evidence.life.restart if evidence.life else 0),
-            blamed=sighting.blamed_hosts,
-        )
-        self._tell(*describe(attempt, self._seen, evidence))
-        if evidence.life is not None:
-            await self._log.follow(channel, evidence.life, ended=sighting.state.ended)
-
-    def _merge(
-        self, attempt: Attempt, state: State, native: str, reason: str, now: float, since: float | None
-    ) -> Observation:
-        tag = f"{attempt.number}/{state}/{native if state is State.UNKNOWN else ''}"
-        if since is not None:  # the platform's own word; it may have been something else between two looks
-            self._since = (tag, since)
-        elif self._since[0] != tag:
-            self._since = (tag, now)
-        found = self._evidence or Evidence()
-        return Observation(
-            attempt=attempt.number,
-            state=state,
-            at=now,
-            since=self._since[1],
-            native=native,
-            reason=reason,
-            restart=self._seen.restart if self._seen else 0,
-            life=found.life,
-            world_size=found.processes,
-            ranks_ok=found.ok,
-            ranks_ended=found.ended,
-            notice=found.notice,
-            notice_cause=found.notice_cause,
-            failure=found.failure,
-            checkpoint=found.checkpoint,
-            step=found.step,
-            fruitless=found.fruitless,
-            asked=self._asked,
-        )
-
-    def _ending(self, restart: int) -> State | None:
-        """What this start of the attempt was last said to be ending as; objects may vanish before they say it again."""
-        return self._seen.ending if self._seen is not None and self._seen.restart >= restart else None
+        self._tell(*describe(attempt, seen, self._observer.evidence))
+        known = sighting.platform_id and sighting.state not in (State.GONE, State.UNKNOWN)
+        if attempt.submitted_at is None and attempt.stop is None and known:
+            # The submit got there, its reply did not.
+            await self._submitted(attempt, sighting.platform_id)
 
     async def _cancel(self, attempt: Attempt) -> None:
-        self._asked = self._asked or self.world.clock()
-        target = await self.world.target(attempt.target)
+        self._observer.asked = self._observer.asked or self.world.clock()
         try:
-            await target.cancel(
-                ref_for(self.key, self.incarnation, attempt, target, await self.channel(attempt)),
-                grace=self.gang.stop_grace,
-                since=attempt.stop.at if attempt.stop is not None else self._asked,
-            )
+            await self._ask_to_end(attempt)
         except TargetError as error:
             self._tell(f"{attempt.target} could not be asked to end attempt {attempt.number} yet: {error}")
 
+    async def _ask_to_end(self, attempt: Attempt) -> None:
+        target = await self.world.target(attempt.target)
+        since = attempt.stop.at if attempt.stop is not None else self.world.clock()
+        ref = ref_for(self.key, self.incarnation, attempt)
+        await bounded(target.cancel(ref, grace=self.gang.stop_grace, since=since), attempt.target)
+
     async def _close(self, attempt: Attempt, outcome: Outcome) -> None:
         """Fence, look once more, then journal the end: no life may begin behind our back."""
-        channel = await self.channel(attempt)
+        channel = self.channel(attempt)
         lives = await channel.fence(
             attempt.number, attempt.first_life, outcome.cause.value, self.world.clock()
         )
         mine = [life.number for life in lives if life.attempt == attempt.number and not life.fence]
-        if mine and mine[-1] != outcome.life:
-            self._seen = self._evidence = None  # a life was claimed before the fence stood
+        if mine and mine[-1] != self._observer.evidence.newest:
+            self._observer.seen = None  # a life was claimed before the fence stood
             await self._look(attempt)
             return
-        noticed = self._seen is not None and self._seen.notice
-        target = await self.world.target(attempt.target)
-        ref = ref_for(self.key, self.incarnation, attempt, target, channel)
+        noticed = self._observer.seen is not None and self._observer.seen.notice
         if outcome.cause is Cause.NOT_STARTED and not mine:
-            outcome = replace(outcome, detail=f"{outcome.detail}{await self._platform_words(target, ref)}")
+            outcome = replace(outcome, detail=f"{outcome.detail}{await self._platform_words(attempt)}")
         await self._append(over_entry(attempt.number, outcome))
-        try:
-            await target.forget(ref)
-        except TargetError as error:
-            self._tell(f"{attempt.target} could not tidy up after attempt {attempt.number}: {error}")
-        self._seen = self._evidence = None
+        self._observer.forget()
         at = f", checkpoint at step {outcome.checkpoint.step}" if outcome.checkpoint else ""
         self._tell(f"attempt {attempt.number} is over: {outcome.cause}{at}. {outcome.detail}".strip())
         if outcome.cause is Cause.SUCCEEDED and noticed:
@@ -375,52 +353,76 @@ class Driver:
                 "every rank ended with exit code 0 after a notice, and that is success: "
                 "a program that stops early to be resumed must exit with 75"
             )
+        try:
+            target = await self.world.target(attempt.target)
+            await bounded(target.forget(ref_for(self.key, self.incarnation, attempt)), attempt.target)
+        except TargetError as error:
+            self._tell(f"{attempt.target} could not tidy up after attempt {attempt.number}: {error}")
 
-    async def _platform_words(self, target: Target, ref: JobRef) -> str:
+    async def _platform_words(self, attempt: Attempt) -> str:
         """The end of what node 0 said before there was a life: why the runtime did not start."""
         try:
-            text = (await target.logs(ref, 0)).text.strip()
+            target = await self.world.target(attempt.target)
+            ref = ref_for(self.key, self.incarnation, attempt)
+            text = (await bounded(target.logs(ref, 0), attempt.target)).text.strip()
         except TargetError:
             return ""
         return f"\n--- output of node 0 ---\n{text[-NODE_TAIL:]}" if text else ""
 
     async def _finish(self, outcome: str, cause: Cause, message: str) -> None:
         run = self.journal.run
-        channel = await self.channel(run.attempts[-1]) if run.attempts else None
+        channel = self.channel(run.attempts[-1]) if run.attempts else None
         record = await build_record(run, self.gang, channel, self.journal)
         record = {"outcome": outcome, "cause": cause.value, "message": message, **record}
         await self._append(verdict_entry(outcome, cause, message, record))
 
+    # -- a person's wish -------------------------------------------------------------------------
+
     async def stop(self, reason: str, detail: str) -> bool:
-        """End what this owner has running, because a person asked for it.
+        """End what this owner has running and let it start nothing more, because a person asked for it.
 
         Journals the stop, gives notice and returns: the platform enforces the
-        grace. Answers False when a newer owner has the run or nothing runs.
+        grace. Trouble with the store or the target is tried again for STOP_LIMIT
+        seconds, since nobody else may come to do it. Answers False when a newer
+        owner has the run, or there is a verdict.
         """
-        for _ in range(KILL_ROUNDS):
-            run = await self.journal.refresh()
-            attempt = run.current
-            if run.epoch != self.epoch or run.verdict is not None or attempt is None:
-                return False
-            if attempt.stop is not None:
-                break
+        end = self.world.clock() + STOP_LIMIT
+        while True:
             try:
-                await self._append(stop_entry(attempt.number, reason, detail))
-                break
-            except LostRace:
-                continue
-        attempt = self.journal.run.current
-        assert attempt is not None
-        channel = await self.channel(attempt)
+                return await self._stop_once(reason, detail)
+            except (LostRace, JournalError, StoreError, TargetError) as error:
+                if self.world.clock() >= end:
+                    raise
+                if not isinstance(error, LostRace):
+                    self.world.say(f"the gang could not be told to end yet, trying again: {error}")
+                await self.world.sleep(min(self.world.poll, 1.0))
+
+    async def _stop_once(self, reason: str, detail: str) -> bool:
+        run = await self.journal.refresh()
+        attempt = run.current
+        if run.epoch != self.epoch or run.verdict is not None:
+            return False
+        now = self.world.clock()
+        if attempt is None:
+            if run.stop is None:
+                await self.journal.append(
+                    stop_entry(0, reason, detail), epoch=self.epoch, now=now, after=run.seq
+                )
+            return True
+        if attempt.stop is None or (attempt.stop.reason == "superseded" and reason == "user"):
+            entry = stop_entry(attempt.number, reason, detail)
+            run = await self.journal.append(entry, epoch=self.epoch, now=now, after=run.seq)
+            attempt = run.current
+            assert attempt is not None
+        channel = self.channel(attempt)
         if not any(life.attempt == attempt.number for life in await channel.lives()):
             # Nothing has started, and a submit may still be on its way: now nothing can start any more.
-            await channel.fence(attempt.number, attempt.first_life, reason, self.world.clock())
+            await channel.fence(attempt.number, attempt.first_life, reason, now)
         target = await self.world.target(attempt.target)
-        ref = ref_for(self.key, self.incarnation, attempt, target, channel)
+        ref = ref_for(self.key, self.incarnation, attempt)
         for _ in range(KILL_ROUNDS):
-            since = attempt.stop.at if attempt.stop is not None else self.world.clock()
-            await target.cancel(ref, grace=self.gang.stop_grace, since=since)
-            seen = (await target.observe([ref])).get(ref.name)
+            await self._ask_to_end(attempt)
+            seen = (await bounded(target.observe([ref]), attempt.target)).get(ref.name)
             if seen is not None and (seen.state is not State.GONE or attempt.submitted_at is not None):
                 break
             await self.world.sleep(1.0)

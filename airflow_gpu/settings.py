@@ -25,12 +25,15 @@ class Settings:
     poll: float
 
 
-def settings() -> Settings:
+def settings(*, named: bool = True) -> Settings:
     """Read the settings.
 
+    :param named: the installation's name is needed; a trigger has it in its run directory.
     :raises AirflowFailException: one is missing or wrong; the message says which and what would be right.
     """
     installation = conf_get("installation")
+    if not named:
+        installation = installation or "unnamed"
     if not installation:
         raise AirflowFailException(
             "airflow-gpu does not know the name of this Airflow installation. Set AIRFLOW__GPU__INSTALLATION "

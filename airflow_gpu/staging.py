@@ -126,7 +126,7 @@ def job_for(
     )
 
 
-def ref_for(key: RunKey, incarnation: str, attempt: Attempt, target: Target, channel: Channel) -> JobRef:
+def ref_for(key: RunKey, incarnation: str, attempt: Attempt) -> JobRef:
     """What finds the attempt's job again."""
     return JobRef(
         name=attempt.name,
@@ -134,5 +134,5 @@ def ref_for(key: RunKey, incarnation: str, attempt: Attempt, target: Target, cha
         attempt=attempt.number,
         digest=attempt.digest,
         platform_id=attempt.platform_id,
-        channel=_in_job(target, channel),
+        channel=attempt.channel,
     )

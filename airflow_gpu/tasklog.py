@@ -11,6 +11,7 @@ what is left out is said.
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable
 
 from airflow_gpu.gang.run import Life
@@ -20,8 +21,14 @@ from airflow_gpu.rundir.store import StoreError
 BYTES_A_LOOK = 16 * 1024
 """Shown in one look, at most. With the default interval that is about 3 KB a second."""
 
-READ_A_LOOK = 1024 * 1024
-"""Bytes read in one look, at most."""
+READ = 1024 * 1024
+READS_A_LOOK = 32
+"""Pieces of ``READ`` bytes read in one look, at most; only the end of it is shown."""
+
+LONGEST_LINE = 4096
+"""Characters after which a line without an end is shown all the same."""
+
+_LINE_END = re.compile(r"\r\n|\n|\r")  # progress bars write \r
 
 
 class RankLog:
@@ -40,21 +47,29 @@ class RankLog:
             self._flush()
             self._life, self._since = life.number, 0
             self._decoder.reset()
+        text, left_out = "", 0
         try:
-            data = await channel.log(life.number, 0, self._since, READ_A_LOOK)
+            for _ in range(READS_A_LOOK):
+                data = await channel.log(life.number, 0, self._since, READ)
+                self._since += len(data)
+                # A character that is not whole yet stays for the next look.
+                text += self._decoder.decode(data, ended and len(data) < READ)
+                left_out += max(0, len(text) - BYTES_A_LOOK)
+                text = text[-BYTES_A_LOOK:]
+                if len(data) < READ:
+                    break
         except StoreError as error:
             self._emit(f"[rank 0: log not readable now: {error}]")
-            return
-        self._since += len(data)
-        text = self._decoder.decode(data, ended)  # a character that is not whole yet stays for the next look
-        if len(text) > BYTES_A_LOOK:
-            left_out = len(text) - BYTES_A_LOOK
-            text = text[-BYTES_A_LOOK:]
-            text = text[text.find("\n") + 1 :]
+        if left_out:
+            self._rest = ""
             self._emit(f"[rank 0: {left_out} characters left out here; the full log is in the run directory]")
-        *lines, self._rest = (self._rest + text).split("\n")
+        *lines, self._rest = _LINE_END.split(self._rest + text)
+        if len(self._rest) > LONGEST_LINE:
+            lines.append(self._rest)
+            self._rest = ""
         for line in lines:
-            self._emit(f"[rank 0] {line}")
+            if line:
+                self._emit(f"[rank 0] {line}")
         if ended:
             self._flush()
 

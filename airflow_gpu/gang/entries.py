@@ -103,6 +103,7 @@ def submitted_entry(attempt: int, platform_id: str) -> Entry:
 
 
 def stop_entry(attempt: int, reason: str, detail: str) -> Entry:
+    """``attempt`` 0: nothing runs, and this owner is to start nothing more."""
     return {"kind": "stop", "attempt": attempt, "reason": reason, "detail": detail}
 
 
@@ -167,7 +168,7 @@ def _owner(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:
         resume=bool(entry.get("resume", True)),
         deadline=None if entry.get("deadline") is None else seconds(entry["deadline"]),
     )
-    return replace(run, owners=(*run.owners, owner), verdict=None)
+    return replace(run, owners=(*run.owners, owner), verdict=None, stop=None)
 
 
 def _decided_by_owner(run: Run, epoch: int) -> None:
@@ -180,6 +181,8 @@ def _decided_by_owner(run: Run, epoch: int) -> None:
 def _attempt(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:
     _decided_by_owner(run, epoch)
     number = int(entry["attempt"])
+    if run.stop is not None:
+        raise JournalError(f"attempt {number} after the owner was told to end")
     if run.current is not None:
         raise JournalError(f"attempt {number} while attempt {run.current.number} is not over")
     if number != len(run.attempts) + 1:
@@ -216,11 +219,20 @@ def _submitted(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run
 
 def _stop(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:
     _decided_by_owner(run, epoch)
-    current = _current(run, entry)
-    if current.stop is not None:
-        return run  # the first reason stands
     stop = Stop(reason=str(entry["reason"]), at=at, epoch=epoch, detail=str(entry.get("detail", "")))
+    if entry["attempt"] == 0:
+        if run.current is not None:
+            raise JournalError("the owner is told to end while an attempt runs: that one is to be stopped")
+        return replace(run, stop=stop)
+    current = _current(run, entry)
+    if current.stop is not None and not _outranks(stop, current.stop):
+        return run  # the first reason stands
     return run.with_attempt(replace(current, stop=stop))
+
+
+def _outranks(new: Stop, old: Stop) -> bool:
+    """A person's wish to end it all stands above our own to start again."""
+    return new.reason == "user" and old.reason == "superseded"
 
 
 def _over(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:
@@ -236,6 +248,7 @@ def _over(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:
         checkpoint=CheckpointRef(int(checkpoint["life"]), int(checkpoint["step"])) if checkpoint else None,
         restarts=int(entry.get("restarts", 0)),
         blamed=tuple(str(host) for host in entry.get("blamed") or ()),
+        epoch=epoch,
     )
     return run.with_attempt(replace(_current(run, entry), outcome=outcome))
 

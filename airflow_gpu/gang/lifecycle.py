@@ -352,7 +352,11 @@ def _next(run: Run, gang: Gang, now: float, epoch: int) -> Action:
     if last is not None and last.outcome is not None and last.outcome.cause is Cause.SUCCEEDED:
         return Finish("success", Cause.SUCCEEDED, "")
     mine = run.of_epoch(epoch)
-    resume = owner.resume or any(a.epoch == epoch for a in run.attempts)
+    if run.stop is not None:
+        return Finish("cancelled", Cause.STOPPED, run.stop.detail or f"stopped: {run.stop.reason}")
+    # Once a start from nothing was asked for, everything is one until a life of it has begun.
+    fresh = max((o.epoch for o in run.owners if not o.resume), default=0)
+    resume = not fresh or any(a.epoch >= fresh and a.outcome and a.outcome.life for a in run.attempts)
     end = deadline(run, gang)
     if last is None or not mine:
         if end is not None and now >= end:
@@ -361,10 +365,11 @@ def _next(run: Run, gang: Gang, now: float, epoch: int) -> Action:
     outcome = last.outcome
     assert outcome is not None
     stop = last.stop
-    if outcome.cause is Cause.STOPPED and stop is not None:
-        if stop.epoch < epoch or stop.reason == "superseded":
-            # An older owner's cancel, or ours of its attempt, is a lost attempt and not a verdict.
-            return Start(len(run.attempts) + 1, resume)
+    if stop is not None and (stop.epoch < epoch or stop.reason == "superseded"):
+        # An older owner's stop, or ours of its attempt, is a lost attempt and not a verdict.
+        return Start(len(run.attempts) + 1, resume)
+    if stop is not None and stop.reason in ("user", "deadline"):
+        # Whatever it ended as in the meantime: it was to end.
         kind = "failed" if stop.reason == "deadline" else "cancelled"
         return Finish(kind, Cause.STOPPED, stop.detail or f"stopped: {stop.reason}")
     refused = refusal(run, gang.recovery, outcome, epoch)
@@ -377,8 +382,9 @@ def _next(run: Run, gang: Gang, now: float, epoch: int) -> Action:
     count = streak(mine)
     if count >= gang.recovery.fruitless:
         return Finish("failed", Cause.FRUITLESS, fruitless(count, gang.recovery))
-    at = outcome.at + delay(gang.recovery, outcome.cause, count, last.name)
-    if now < at:
+    pause = delay(gang.recovery, outcome.cause, count, last.name)
+    at = outcome.at + pause
+    if now < at <= now + pause:  # else the clock of who wrote the end was wrong
         return Wait(at if end is None else min(at, end), f"attempt {last.number} ended as {outcome.cause}")
     return Start(len(run.attempts) + 1, resume)
 

@@ -7,7 +7,7 @@ left behind. The facts it goes by, measured on Airflow 3.3:
   is resumed from a deferral keeps it;
 - ``try_number`` only grows within one DAG run, and starts again at 1 when the
   DAG run is deleted and re-created under the same id;
-- Clear raises ``max_tries``, except Clear of a *running* task, which looks like
+- Clear changes ``max_tries`` (to the try plus the retries), except Clear of a *running* task, which looks like
   a retry.
 
 What cannot be told apart is adopted: then nothing runs twice and nothing is
@@ -60,10 +60,11 @@ def claim(run: Run | None, me: Try, on_clear: str) -> Claim:
     if me.try_number <= owner.try_number:
         # The DAG run was deleted and made again: another run, which must not inherit anything.
         return Claim("new", "start", stop=live)
-    cleared = me.max_tries > owner.max_tries
+    cleared = me.max_tries != owner.max_tries
     if run.verdict is not None and run.verdict.success:
-        # A resume would end at once with the old result.
-        return Claim("new", "clear")
+        # After a Clear a resume would end at once with the old result. Without one, the worker that was to
+        # tell Airflow of the success has died: it is told again, and nothing is computed again.
+        return Claim("new", "clear") if cleared else Claim("same", "retry")
     if cleared:
         return Claim("take", "clear", resume=on_clear == "resume", stop=live)
     if run.verdict is not None:

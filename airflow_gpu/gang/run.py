@@ -138,6 +138,7 @@ class Outcome:
     checkpoint: CheckpointRef | None = None  # newest complete one that a next life would start from
     restarts: int = 0  # how often the platform itself had started the attempt again
     blamed: tuple[str, ...] = ()  # hosts that the platform holds responsible, by its own names
+    epoch: int = 0  # the owner that closed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +212,7 @@ class Run:
     owners: tuple[Owner, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     verdict: Verdict | None = None
+    stop: Stop | None = None  # the newest owner is to end, asked for while nothing ran
     seq: int = 0
 
     @property
@@ -230,9 +232,10 @@ class Run:
 
     def of_epoch(self, epoch: int) -> tuple[Attempt, ...]:
         """Attempts that ended under this owner; an adopted one counts for the adopter."""
-        start = self.owners[epoch - 1].at if 0 < epoch <= len(self.owners) else 0.0
         return tuple(
-            a for a in self.attempts if a.epoch == epoch or (a.outcome is not None and a.outcome.at >= start)
+            a
+            for a in self.attempts
+            if a.epoch == epoch or (a.outcome is not None and a.outcome.epoch == epoch)
         )
 
     def with_attempt(self, attempt: Attempt) -> Run:

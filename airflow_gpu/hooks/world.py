@@ -102,13 +102,16 @@ async def resolve_secrets(references: Mapping[str, str]) -> dict[str, str]:
     values: dict[str, str] = {}
     for name, reference in references.items():
         kind, _, rest = reference.partition(":")
-        if kind == "var":
-            from airflow.sdk import Variable
+        try:
+            if kind == "var":
+                from airflow.sdk import Variable
 
-            values[name] = str(await asyncio.to_thread(Variable.get, rest))
-            continue
-        conn_id, _, field = rest.partition("#")
-        conn = await BaseHook.aget_connection(conn_id)
+                values[name] = str(await asyncio.to_thread(Variable.get, rest))
+                continue
+            conn_id, _, field = rest.partition("#")
+            conn = await BaseHook.aget_connection(conn_id)
+        except Exception as error:  # looked up again: it says nothing about the gang
+            raise TargetError(f"secret {name} ({reference}) cannot be read: {type(error).__name__}") from None
         if field.startswith("extra."):
             value = (conn.extra_dejson or {}).get(field[len("extra.") :])
         else:
@@ -125,7 +128,7 @@ def airflow_world(given: Settings, say: Callable[[str], None], rank_log: Callabl
         clock=time.time,
         sleep=asyncio.sleep,
         target=target,
-        channel_store=lambda of: Store(of.channel),
+        channel_store=Store,
         watcher=_watcher(given.poll),
         secrets=resolve_secrets,
         say=say,

@@ -232,6 +232,13 @@ class GangOperator(BaseOperator):
         try:
             return super().resume_execution(next_method, next_kwargs, context)
         except (TaskDeferralError, TaskDeferralTimeout) as error:
+            ti = context["ti"]
+            if isinstance(error, TaskDeferralError) and ti.try_number <= (ti.max_tries or 0):
+                # Trouble in the triggerer says nothing about the gang: it goes on until the next try adopts it.
+                self.log.error(
+                    "the trigger ended without a verdict (%s); the next try adopts the gang", error
+                )
+                raise
             self.log.error("the trigger ended without a verdict (%s); ending the gang", error)
             asyncio.run(self._end(context, f"the trigger ended without a verdict: {error}"))
             raise

@@ -45,6 +45,9 @@ class Evidence:
     progress: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: CheckpointRef | None = None
     fruitless: int = 0
+    newest: int | None = (
+        None  # number of the attempt's newest life; ``life`` is an earlier one if that succeeded
+    )
 
 
 class Channel:
@@ -64,19 +67,17 @@ class Channel:
 
     async def lives(self) -> list[Life]:
         """All entries of ``lives/`` in order, fences included."""
-        found: list[Life] = []
-        for name in await self.store.names(f"{self.path}/lives"):
-            match = _LIFE.match(name)
-            if match is None:
-                continue
-            number = int(match[1])
+        for number in await self._numbers():
             if number not in self._lives:  # create-only: what was read once stays true
-                body = await self._read(f"lives/{name}")
-                if body is None:
-                    continue
-                self._lives[number] = _life(number, body)
-            found.append(self._lives[number])
-        return sorted(found, key=lambda life: life.number)
+                life = _life(number, await self._read(f"lives/{number:04d}.json"))
+                if life is not None:
+                    self._lives[number] = life
+        return [self._lives[number] for number in sorted(self._lives)]
+
+    async def _numbers(self) -> list[int]:
+        """Numbers that are taken, also by an entry that cannot be read: the runtime treats that as a fence."""
+        names = map(_LIFE.match, await self.store.names(f"{self.path}/lives"))
+        return sorted(int(match[1]) for match in names if match)
 
     async def fence(self, attempt: int, first_life: int, reason: str, now: float) -> list[Life]:
         """See to it that no further life of this attempt (or one before it) can be claimed.
@@ -89,7 +90,7 @@ class Channel:
             lives = await self.lives()
             if any(life.fence and life.attempt >= attempt for life in lives):
                 return lives
-            number = max([life.number + 1 for life in lives] + [first_life])
+            number = max([taken + 1 for taken in await self._numbers()] + [first_life])
             body = {
                 "v": 1,
                 "kind": "fence",
@@ -103,16 +104,14 @@ class Channel:
                 await self.store.create(f"{self.path}/lives/{number:04d}.json", json.dumps(body).encode())
             except Exists:
                 continue
-            return [*lives, _life(number, body)]
+            return await self.lives()
 
     # -- evidence --------------------------------------------------------------------------------
 
     async def evidence(self, attempt: int, *, ended: bool, known: Evidence | None = None) -> Evidence:
         """What the newest life of the attempt has written.
 
-        :param ended: the platform says that the ranks have ended, so their
-            records are worth reading; before that only failure, notice and
-            progress are.
+        :param ended: the platform says that the ranks have ended.
         :param known: an earlier answer. Reading checkpoints walks the chain,
             so while the ranks run it is kept from there.
         """
@@ -132,10 +131,12 @@ class Channel:
         progress = await self._read(f"{root}/progress.json") or {}
         told = await self._read(f"{root}/notice.json")
         notice, notice_cause = told is not None, str((told or {}).get("cause") or "")
-        records: list[dict[str, Any]] = []
-        if ended or failure is not None or notice:
-            records = await self._records(life)
-        elif known is not None and known.life == life:
+        records = await self._records(life)
+        if (
+            not (ended or records or failure is not None or notice)
+            and known is not None
+            and known.life == life
+        ):
             # Nothing has ended: the checkpoint matters at the end only.
             return Evidence(
                 life=life,
@@ -146,8 +147,9 @@ class Channel:
                 progress=progress,
                 checkpoint=known.checkpoint,
                 fruitless=known.fruitless,
+                newest=mine[-1].number,
             )
-        ranks = [rank for record in records for rank in record.get("ranks", []) if isinstance(rank, dict)]
+        ranks = _ranks(records)
         return Evidence(
             life=life,
             processes=life.world_size,
@@ -160,7 +162,8 @@ class Channel:
             step=_int(progress.get("step")),
             progress=progress,
             checkpoint=await self.newest_checkpoint(real),
-            fruitless=_fruitless(real),
+            fruitless=_fruitless(mine),
+            newest=mine[-1].number,
         )
 
     async def _records(self, life: Life) -> list[dict[str, Any]]:
@@ -223,7 +226,15 @@ class Channel:
         return body if isinstance(body, dict) else None
 
 
-def _life(number: int, body: Mapping[str, Any]) -> Life:
+def _life(number: int, body: Mapping[str, Any] | None) -> Life | None:
+    """The entry; None when it cannot be understood."""
+    try:
+        return _understood(number, body or {})
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _understood(number: int, body: Mapping[str, Any]) -> Life:
     start = body.get("from")
     return Life(
         number=number,
@@ -242,8 +253,11 @@ def _ok(life: Life, records: Sequence[Mapping[str, Any]]) -> int:
     """Ranks that ended well. None counts before all nodes have spoken: a gang of which one is missing did not succeed."""
     if len({record.get("node") for record in records}) != life.nodes:
         return 0
-    ranks = [rank for record in records for rank in record.get("ranks", []) if isinstance(rank, dict)]
-    return len({rank.get("rank") for rank in ranks if rank.get("exit_code") == 0})
+    return len({rank.get("rank") for rank in _ranks(records) if rank.get("exit_code") == 0})
+
+
+def _ranks(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [rank for record in records for rank in record.get("ranks") or [] if isinstance(rank, dict)]
 
 
 def _failure(body: Mapping[str, Any] | None) -> Failure | None:

@@ -65,15 +65,19 @@ class Journal:
             self.run = fold(self.run, entry)
             self.entries.append(entry)
 
-    async def append(self, content: Entry, *, epoch: int, now: float) -> Run:
+    async def append(self, content: Entry, *, epoch: int, now: float, after: int | None = None) -> Run:
         """Add one entry after the last one read.
 
         The entry is folded before it is written, so that one which must not be
         is refused by its own writer.
 
-        :raises LostRace: there is a newer entry than those read.
+        :param after: the number of the entry up to which the caller had read
+            when it decided; None when that is surely the last one read.
+        :raises LostRace: there is a newer entry than those read, or than ``after``.
         """
         async with self._lock:
+            if after is not None and after != self.run.seq:
+                raise LostRace(self._file(after + 1))
             return await self._append(content, epoch, now)
 
     async def _append(self, content: Entry, epoch: int, now: float) -> Run:

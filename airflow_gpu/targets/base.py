@@ -109,7 +109,7 @@ class JobRef:
     attempt: int
     digest: str
     platform_id: str | None = None
-    channel: str = ""  # as in Job.channel
+    channel: str = ""  # URI of the channel half, as journalled
 
 
 @dataclass(frozen=True, slots=True)

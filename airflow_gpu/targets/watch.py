@@ -18,11 +18,17 @@ import asyncio
 import contextvars
 import random
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
 
 from airflow_gpu.targets.base import JobRef, Sighting, Target, TargetError
 
 JITTER = 0.2
 """Share of the interval by which one round may come later, so that triggerers do not ask in step."""
+
+CALL_LIMIT = 120.0
+"""Seconds that a target may take for one answer. One that hangs must not hold up the watch of all its gangs."""
+
+T = TypeVar("T")
 
 
 class Watcher:
@@ -80,4 +86,16 @@ class Watcher:
             await self._sleep(self.interval * (1 + random.random() * JITTER))
 
     async def _observe(self, jobs: list[JobRef]) -> Mapping[str, Sighting]:
-        return await self.target.observe(jobs)
+        return await bounded(self.target.observe(jobs), self.target.name)
+
+
+async def bounded(call: Awaitable[T], who: str) -> T:
+    """The answer of a target, within ``CALL_LIMIT``.
+
+    :raises TargetError: it did not answer in time.
+    """
+    try:
+        async with asyncio.timeout(CALL_LIMIT):
+            return await call
+    except TimeoutError:
+        raise TargetError(f"{who} did not answer within {CALL_LIMIT:.0f} s") from None

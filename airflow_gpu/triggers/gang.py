@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,9 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 
 KILL_ANSWER_LIMIT = 10.0
 """Seconds that Airflow may take to say what became of the task."""
+
+READ_LIMIT = 600.0
+"""Seconds for which a run directory that cannot be read (yet) is tried again."""
 
 _KILLS: set[asyncio.Task[None]] = set()
 """Kills under way; the event loop itself holds tasks weakly."""
@@ -77,13 +81,26 @@ class GangTrigger(BaseTrigger):
         from airflow_gpu.hooks.world import airflow_world, state_store
         from airflow_gpu.rundir.journal import Journal
         from airflow_gpu.rundir.slot import read_run
+        from airflow_gpu.rundir.store import StoreError
         from airflow_gpu.settings import settings
 
-        given = replace(settings(), state_uri=self.state_uri, state_conn_id=self.state_conn_id)
+        given = replace(settings(named=False), state_uri=self.state_uri, state_conn_id=self.state_conn_id)
         store = await state_store(given)
-        key, incarnation = await read_run(store, self.path)
-        journal = Journal(store, self.path)
-        await journal.refresh()
+        end = time.monotonic() + READ_LIMIT
+        while True:
+            try:
+                key, incarnation = await read_run(store, self.path)
+                journal = Journal(store, self.path)
+                run = await journal.refresh()
+                if run.epoch >= self.epoch:
+                    break
+                trouble: object = f"owner {self.epoch} is not in the journal yet"
+            except StoreError as error:
+                trouble = error
+            if time.monotonic() >= end:
+                raise StoreError(f"the run at {self.path} cannot be read: {trouble}")
+            self.log.warning("the run directory cannot be read, trying again: %s", trouble)
+            await asyncio.sleep(given.poll)
         gang = Gang.from_json(json.dumps(journal.gang_of(self.epoch)))
         world = airflow_world(given, self.log.info, self.log.info)
         return Driver(journal, key, incarnation, gang, epoch=self.epoch, world=world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import Mapping
@@ -85,11 +86,11 @@ class Played:
         return str(self.run.attempts[-1].name)
 
     async def channel(self) -> Channel:
-        return await self.driver.channel(self.run.attempts[-1])
+        return self.driver.channel(self.run.attempts[-1])
 
     async def ref(self, attempt: Any) -> JobRef:
         """What finds the job of an attempt."""
-        return ref_for(self.key, self.driver.incarnation, attempt, self.target, await self.channel())
+        return ref_for(self.key, self.driver.incarnation, attempt)
 
     async def until(self, what: str, done: Any) -> Any:
         """Until ``done()`` (a coroutine function) answers something true."""
@@ -143,7 +144,7 @@ async def play(
         key,
         Try(ti_id, try_number, max_tries),
         on_clear=gang.recovery.on_clear,
-        gang={},
+        gang=json.loads(gang.to_json()),
         digest=gang.digest(),
         deadline=None,
         now=time.time(),
@@ -163,7 +164,7 @@ async def play(
         clock=time.time,
         sleep=asyncio.sleep,
         target=named,
-        channel_store=lambda of: Store(of.channel),
+        channel_store=Store,
         watcher=lambda _: watcher,
         secrets=values,
         say=said.append,

@@ -48,6 +48,7 @@ stage "request and lifecycle" "$PY" -m pytest -q tests/gang
 stop_if_failed
 stage "runtime in the job" "$PY" -m pytest -q tests/runtime
 stage "run directory and stores" "$PY" -m pytest -q tests/rundir
+stage "driver" "$PY" -m pytest -q tests/driver
 stage "local target" "$PY" -m pytest -q tests/targets
 stop_if_failed
 if [ "$MODE" = --all ]; then

@@ -72,14 +72,15 @@ class Ending:
         """A process has ended on a node."""
         rank = int(m["rank"])
         now, error = self._server.loop.time(), self._errors.get(rank, {})
+        hide = self._state.job.redact  # these words leave the job: for the agent's log, failure.json, XCom
         end = self._ends[rank] = End(
             rank=rank,
             node=peer.index,
             exit_code=m.get("exit_code"),
             signal=m.get("signal"),
             at=min(now - float(m.get("age", 0.0)), float(error.get("at", now))),
-            tail=str(m.get("tail", "")),
-            error=str(error.get("error", "")),
+            tail=hide(str(m.get("tail", ""))),
+            error=hide(str(error.get("error", ""))),
         )
         if not end.good and self._state.verdict is None and self._settling is None:
             early = end.terminated and not self._state.noticed

@@ -19,9 +19,12 @@ import secrets
 import socket
 import sys
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Tuple
 
 LAUNCHES = ("rank", "node", "head")
+
+SHORTEST_SECRET = 4
+"""Characters. A shorter value would be found in every other word."""
 
 UNCOUNTED = "auto"
 """GANG_RESTART of a platform that starts a gang again but does not count: the claim counts then."""
@@ -125,6 +128,13 @@ class Job:
             raise Unusable("nodes and ranks_per_node must be at least 1, and the command not empty")
         return job
 
+    def redact(self, text: str) -> str:
+        """The text without the values of secrets: what leaves the job with a failure travels to Airflow's XCom."""
+        try:
+            return _hidden(self.secrets().values(), text)
+        except Unusable:
+            return text
+
     def secrets(self) -> Dict[str, str]:
         """Further environment, never logged. Raises Unusable without showing a value."""
         if self.secrets_file is None:
@@ -137,6 +147,13 @@ class Job:
             raise Unusable(f"cannot read the secrets file {self.secrets_file}: {error.strerror}") from None
         except (ValueError, AttributeError):
             raise Unusable(f"the secrets file {self.secrets_file} is no JSON object") from None
+
+
+def _hidden(values: Iterable[str], text: str) -> str:
+    for value in sorted(values, key=len, reverse=True):
+        if len(value) >= SHORTEST_SECRET:
+            text = text.replace(value, "***")
+    return text
 
 
 def _located(word: str, payload: str) -> str:

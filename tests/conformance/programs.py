@@ -47,3 +47,10 @@ def sleep(seconds, gang=None):
     import time
 
     time.sleep(seconds)
+
+
+def blurt(gang=None):
+    """Fails with a secret in its last words."""
+    import os
+
+    raise RuntimeError("cannot log in with " + os.environ["TOKEN"])

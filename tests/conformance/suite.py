@@ -365,6 +365,18 @@ class Scenarios:
                 if "/logs/" not in f"/{entry.path}":
                     assert value.encode() not in await store.get(entry.path), entry.path
 
+    async def test_secret_in_an_error(self, bed: Bed, tmp_path: Path) -> None:
+        """A program that fails with a secret in its last words: they come to Airflow without it."""
+        value = "s3cr3t-of-the-suite"
+        gang = self.gang(bed, programs.blurt, secrets={"TOKEN": "var:token"})
+        played = (await play(bed, tmp_path, gang, secret_values={"TOKEN": value})).start()
+        verdict = await played.verdict()
+        assert verdict.cause is Cause.APPLICATION
+        assert "cannot log in with" in verdict.record["failure"]["tail"]
+        assert value not in str(verdict)
+        for entry in await played.store.list(""):
+            assert value.encode() not in await played.store.get(entry.path), entry.path
+
     async def test_bad_request(self, bed: Bed, tmp_path: Path) -> None:
         """What can never run is said at once, with what there is; nothing is submitted."""
         played = (await play(bed, tmp_path, self.gang(bed, programs.count, 3, nodes=bed.nodes + 100))).start()

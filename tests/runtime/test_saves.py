@@ -75,9 +75,11 @@ def test_exception_in_the_block_goes_on_its_way_and_the_others_go_on(bed: Bed) -
 def test_a_save_can_be_tried_again(bed: Bed) -> None:
     job = bed.payload(
         script="""
+        import time
         from airflow_gpu.runtime import gang
         for block in range(2):                 # and a program may join more than once
             with gang() as g:
+                time.sleep(2 * block)  # until all are back: a save without one of them is given up
                 for n in range(2):
                     try:
                         with g.checkpoint.save(5 + block) as d:

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,10 +21,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from airflow_gpu.runtime.bundle import build
 
 PYTHON = sys.executable
-OLD_PYTHON = os.environ.get("GANG_TEST_OLD_PYTHON", os.path.expanduser("~/.pyenv/versions/3.8.18/bin/python"))
+
+
+def _old_python() -> str:
+    """The oldest Python that the runtime must run on, wherever there is one."""
+    pyenv = sorted(Path("~/.pyenv/versions").expanduser().glob("3.8*/bin/python"))
+    found = [os.environ.get("GANG_TEST_OLD_PYTHON"), *map(str, pyenv), shutil.which("python3.8")]
+    return next((path for path in found if path), "python3.8")
+
+
+OLD_PYTHON = _old_python()
+needs_old_python = pytest.mark.skipif(not os.path.exists(OLD_PYTHON), reason=f"no Python 3.8 at {OLD_PYTHON}")
+BOTH_PYTHONS = [PYTHON, pytest.param(OLD_PYTHON, marks=needs_old_python)]
 
 QUICK: dict[str, float] = {"PROGRESS_SECONDS": 0.05, "LOOK_AGAIN": 0.05, "LOST_PAUSE": 0.1}
 """Time-outs of the runtime that tests would otherwise sit through."""

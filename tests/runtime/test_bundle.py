@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from airflow_gpu.runtime import bundle
-from tests.runtime.bed import OLD_PYTHON, PYTHON
+from tests.runtime.bed import BOTH_PYTHONS, OLD_PYTHON, PYTHON
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_holds_the_runtime_and_nothing_else() -> None:
     assert len(bundle.build()) < 700_000  # a ConfigMap holds 1 MiB, in base64, with the function beside it
 
 
-@pytest.mark.parametrize("python", [PYTHON, OLD_PYTHON])
+@pytest.mark.parametrize("python", BOTH_PYTHONS)
 def test_needs_nothing_but_python(pyz: Path, python: str) -> None:
     said = run(python, "-S", "-c", "from airflow_gpu.runtime import gang; print(gang)", PYTHONPATH=str(pyz))
     assert said.stdout.startswith("<class 'airflow_gpu.runtime.api.gang'>"), said.stderr

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from airflow_gpu.runtime import gang
 from airflow_gpu.runtime.api import RESULT_BYTES
 from airflow_gpu.runtime.plain import plain
-from tests.runtime.bed import OLD_PYTHON, PYTHON, Bed
+from tests.runtime.bed import BOTH_PYTHONS, Bed
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -205,7 +205,7 @@ def test_too_large_a_result(outside: pytest.MonkeyPatch) -> None:
         g.result("x" * (RESULT_BYTES - 2))
 
 
-@pytest.mark.parametrize("python", [PYTHON, OLD_PYTHON])
+@pytest.mark.parametrize("python", BOTH_PYTHONS)
 def test_importing_the_handle_is_cheap(python: str) -> None:
     code = "import sys; sys.path.insert(0, sys.argv[1]); from airflow_gpu.runtime import gang; print(*sys.modules)"
     said = subprocess.run([python, "-S", "-c", code, ROOT], capture_output=True, text=True, check=True)

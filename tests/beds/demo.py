@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import shutil
 import sys
@@ -26,6 +27,7 @@ from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.journal import Journal
 from airflow_gpu.rundir.slot import newest
 from airflow_gpu.rundir.store import Store
+from airflow_gpu.targets.local.admin import Admin, AdminError
 from tests.beds.airflow import AirflowBed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,6 +191,9 @@ def main() -> int:
         bed.up()
         console.print(f"Airflow is healthy after {time.monotonic() - began:.0f} s at {bed.url}\n")
         code = story(bed, home)
+    except KeyboardInterrupt:
+        console.print("interrupted: ending everything that was started")
+        code, arguments.keep = 130, False
     except BaseException:
         bed.down()
         stop_cluster(home / "cluster")
@@ -251,16 +256,10 @@ def story(bed: AirflowBed, home: Path) -> int:
 
 
 def stop_cluster(path: Path) -> None:
-    """End the local cluster's daemon and what it still runs."""
+    """End the local cluster: what still runs there, and its daemon."""
     if path.exists():
-        import subprocess
-
-        subprocess.run(
-            [sys.executable, "-m", "airflow_gpu.targets.local", "--path", str(path), "stop"],
-            check=False,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        with contextlib.suppress(AdminError):
+            Admin(path).stop(gangs=True)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.journal import Journal, LostRace
 from airflow_gpu.rundir.store import Store, StoreError
 from airflow_gpu.staging import job_for, ref_for, stage
-from airflow_gpu.targets.base import NameTaken, Offer, Rejected, Target, TargetError
+from airflow_gpu.targets.base import NameTaken, NotConfigured, Offer, Rejected, Target, TargetError
 from airflow_gpu.targets.watch import Watcher, bounded
 from airflow_gpu.tasklog import RankLog
 
@@ -204,6 +204,7 @@ class Driver:
         """Place, journal, stage, submit: in this order, so that what is submitted can be found again."""
         offers: list[Offer] = []
         errors: dict[str, str] = {}
+        passing = False  # a target that does not answer may do so later; one that is not there will not
         targets: dict[str, Target] = {}
         for name in self.gang.targets:
             try:
@@ -215,8 +216,9 @@ class Driver:
                 ]
             except TargetError as error:
                 errors[name] = str(error)
+                passing = passing or not isinstance(error, NotConfigured)
         decision = choose(self.gang, offers, errors)
-        if decision.chosen is None and not errors:
+        if decision.chosen is None and not passing:
             await self._finish("failed", Cause.REJECTED, f"no target can run this gang: {decision.explain()}")
             return
         if decision.chosen is None:
@@ -268,7 +270,7 @@ class Driver:
             secrets = await self.world.secrets(gang.secrets)
             job = job_for(channel, target, self.key, self.incarnation, gang, attempt, secrets, self._blamed())
             platform_id = await bounded(_uncancelled(target.submit(job)), attempt.target)
-        except (Rejected, NameTaken) as error:
+        except (Rejected, NameTaken, NotConfigured) as error:
             self._observer.word(attempt, State.REJECTED, str(error), now, now)
             return
         except TargetError as error:

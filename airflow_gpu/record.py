@@ -53,6 +53,7 @@ RESULT_LIMIT = 32 * 1024
 async def build_record(run: Run, gang: Gang, channel: Channel | None, journal: Journal) -> dict[str, Any]:
     """The record of a run at its verdict, as JSON."""
     lives = [life for life in await channel.lives() if not life.fence] if channel else []
+    ends = {life.number: await channel.ended_at(life) for life in lives} if channel else {}
     last = run.attempts[-1] if run.attempts else None
     outcome = last.outcome if last else None
     result, result_uri = None, None
@@ -61,7 +62,7 @@ async def build_record(run: Run, gang: Gang, channel: Channel | None, journal: J
         if data is not None:
             result_uri = f"{channel.uri}/lives/{outcome.life:04d}/result.json"
             result = json.loads(data) if len(data) <= RESULT_LIMIT else None
-    attempts = [_attempt(attempt, lives) for attempt in run.attempts]
+    attempts = [_attempt(attempt, lives, ends) for attempt in run.attempts]
     checkpoint = outcome.checkpoint if outcome else None
     return {
         "result": result,
@@ -70,7 +71,7 @@ async def build_record(run: Run, gang: Gang, channel: Channel | None, journal: J
         "checkpoint": None
         if checkpoint is None or channel is None
         else {**asdict(checkpoint), "uri": f"{channel.uri}/checkpoints/{checkpoint.life:04d}"},
-        "cost": _cost(run, gang, lives),
+        "cost": _cost(run, gang, lives, ends),
         "placement": last.offer if last else None,
         "run_dir": channel.uri if channel else None,
         "journal": f"{journal.store.uri.rstrip('/')}/{journal.path}",
@@ -78,14 +79,22 @@ async def build_record(run: Run, gang: Gang, channel: Channel | None, journal: J
     }
 
 
-def _lives_of(attempt: Attempt, lives: list[Life]) -> list[tuple[Life, float]]:
-    """Lives of an attempt with their ends: the next one's start, or the attempt's end."""
+Ends = dict[int, float | None]
+"""When each life ended, by the records of its nodes; None where they do not say."""
+
+
+def _lives_of(attempt: Attempt, lives: list[Life], ends: Ends) -> list[tuple[Life, float]]:
+    """Lives of an attempt with their ends: by their own records, else the next one's start or the attempt's end."""
     mine = [life for life in lives if life.attempt == attempt.number]
     end = attempt.outcome.at if attempt.outcome else attempt.at
-    return [(life, mine[i + 1].at if i + 1 < len(mine) else max(end, life.at)) for i, life in enumerate(mine)]
+    found = []
+    for i, life in enumerate(mine):
+        until = mine[i + 1].at if i + 1 < len(mine) else end
+        found.append((life, max(life.at, min(until, ends.get(life.number) or until))))
+    return found
 
 
-def _attempt(attempt: Attempt, lives: list[Life]) -> dict[str, Any]:
+def _attempt(attempt: Attempt, lives: list[Life], ends: Ends) -> dict[str, Any]:
     outcome = attempt.outcome
     return {
         "attempt": attempt.number,
@@ -103,15 +112,15 @@ def _attempt(attempt: Attempt, lives: list[Life]) -> dict[str, Any]:
                 "ended": iso(end),
                 "from": asdict(life.start) if life.start else None,
             }
-            for life, end in _lives_of(attempt, lives)
+            for life, end in _lives_of(attempt, lives, ends)
         ],
     }
 
 
-def _cost(run: Run, gang: Gang, lives: list[Life]) -> dict[str, Any]:
+def _cost(run: Run, gang: Gang, lives: list[Life], ends: Ends) -> dict[str, Any]:
     node_hours = usd = 0.0
     for attempt in run.attempts:
-        held = sum(end - life.at for life, end in _lives_of(attempt, lives)) * gang.nodes / 3600
+        held = sum(end - life.at for life, end in _lives_of(attempt, lives, ends)) * gang.nodes / 3600
         node_hours += held
         usd += held * float(((attempt.offer.get("chosen") or {}).get("price_per_node_hour")) or 0.0)
     return {

@@ -18,7 +18,7 @@ from airflow_gpu.driver import World
 from airflow_gpu.hooks.target import build_target
 from airflow_gpu.rundir.store import Store
 from airflow_gpu.settings import Settings
-from airflow_gpu.targets.base import Target, TargetError
+from airflow_gpu.targets.base import NotConfigured, Target, TargetError
 from airflow_gpu.targets.watch import Watcher
 
 CONNECTION_AGE = 300.0
@@ -51,8 +51,10 @@ async def target(conn_id: str) -> Target:
     except Exception as error:
         if cached is not None:
             return cached[2]  # a metadata database that is away says nothing about the target
-        raise TargetError(
-            f"connection {conn_id!r} cannot be read ({error}). Create it in Airflow with a type such as 'gpu_local', "
+        if not _not_there(error):
+            raise TargetError(f"connection {conn_id!r} cannot be read now: {error}") from error
+        raise NotConfigured(
+            f"there is no connection {conn_id!r}. Create it in Airflow with a type such as 'gpu_local', "
             f"or set AIRFLOW_CONN_{conn_id.upper()}"
         ) from error
     print_ = repr((conn.conn_type, conn.host, conn.port, conn.login, conn.password, conn.schema, conn.extra))
@@ -73,6 +75,11 @@ def _watcher(poll: float) -> Callable[[Target], Watcher]:
         return shared.watchers[id(of)]
 
     return watcher
+
+
+def _not_there(error: Exception) -> bool:
+    """Airflow answered that there is no such thing, which is something else than no answer."""
+    return type(error).__name__ == "AirflowNotFoundException" or "NOT_FOUND" in str(error)
 
 
 async def state_store(given: Settings) -> Store:
@@ -110,7 +117,10 @@ async def resolve_secrets(references: Mapping[str, str]) -> dict[str, str]:
                 continue
             conn_id, _, field = rest.partition("#")
             conn = await BaseHook.aget_connection(conn_id)
-        except Exception as error:  # looked up again: it says nothing about the gang
+        except Exception as error:
+            if _not_there(error):
+                what = f"Variable {rest!r}" if kind == "var" else f"connection {rest.partition('#')[0]!r}"
+                raise NotConfigured(f"secret {name}: there is no {what}") from None
             raise TargetError(f"secret {name} ({reference}) cannot be read: {type(error).__name__}") from None
         if field.startswith("extra."):
             value = (conn.extra_dejson or {}).get(field[len("extra.") :])

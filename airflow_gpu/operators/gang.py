@@ -192,6 +192,14 @@ class GangOperator(BaseOperator):
                     held.epoch,
                     held.journal.path,
                 )
+                if held.claim.action == "take" and held.claim.reason == "clear":
+                    how = (
+                        "goes on from its newest checkpoint, also if what the task is given has changed; "
+                        "recovery.on_clear='fresh' begins again"
+                        if held.claim.resume
+                        else "begins again"
+                    )
+                    self.log.warning("the task was cleared: the gang %s", how)
                 return held
             self.log.info("an earlier DAG run of this name still has a gang; ending it first")
             before = Gang.from_json(json.dumps(held.journal.gang_of(held.epoch)))

@@ -186,6 +186,16 @@ class Channel:
         except Missing:
             return b""
 
+    async def ended_at(self, life: Life) -> float | None:
+        """When the last rank of a life ended, by its nodes' records; None while one is missing."""
+        records = await self._records(life)
+        if len({record.get("node") for record in records}) != life.nodes:
+            return None
+        try:
+            return max(seconds(str(record["at"])) for record in records)
+        except (KeyError, ValueError):
+            return None
+
     async def result(self, life: int) -> bytes | None:
         """What rank 0 handed back, as it was written; None when it handed back nothing."""
         try:

@@ -29,6 +29,10 @@ class TargetError(Exception):
     """The target could not be asked or did not answer properly. Says nothing about the gang."""
 
 
+class NotConfigured(TargetError):
+    """A connection or a secret that the request names is not there: waiting would not help. The message names it."""
+
+
 class Rejected(TargetError):
     """The target answered that it will never run this gang as asked. The message says why and what would do."""
 

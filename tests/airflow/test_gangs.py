@@ -109,8 +109,11 @@ def test_what_is_known_late_is_said_before_a_submit(gangs: Gangs) -> None:
     assert bed.wait("late_errors", run) == "failed"
     assert "datetime" in bed.log("late_errors", run, "takes").lower()
     assert "nodes must be at least 1" in bed.log("late_errors", run, "rendered")
-    ti = bed.task("late_errors", run, "too_large")
-    assert ti["try_number"] == 1, "a retry cannot help what was rejected"
+    assert "there is no connection 'gpu_nowhere'" in bed.log("late_errors", run, "no_connection")
+    assert "there is no Variable 'nobody_made_it'" in bed.log("late_errors", run, "no_variable")
+    for task_id in ("too_large", "no_connection", "no_variable"):
+        ti = bed.task("late_errors", run, task_id)
+        assert ti["try_number"] == 1, "a retry cannot help what was rejected"
     for task_id in ("takes", "rendered"):
         assert gangs.look("late_errors", run, task_id) is None
 

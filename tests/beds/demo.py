@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -154,11 +155,17 @@ def tables(
     console.print(f"accuracy on unseen images: [bold green]{accuracy['accuracy']:.1%}[/]")
 
 
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", action="store_true", help="leave Airflow up and say where")
     parser.add_argument("--home", type=Path, default=ROOT / ".demo")
     arguments = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # also when SIGINT was inherited as ignored
+        signal.signal(number, _interrupt)
     home: Path = arguments.home.resolve()
     stop_cluster(home / "cluster")
     shutil.rmtree(home, ignore_errors=True)

@@ -10,7 +10,7 @@ import pytest
 from airflow_gpu.driver import Driver
 from airflow_gpu.gang.run import Cause, State, Verdict
 from airflow_gpu.rundir.store import StoreError
-from airflow_gpu.targets.base import TargetError
+from airflow_gpu.targets.base import NotConfigured, TargetError
 from tests.driver.scripted import LIMIT, Bench, kinds, until
 
 
@@ -249,3 +249,16 @@ async def test_output_without_newlines_is_shown_and_bounded(bench: Bench) -> Non
     assert (await task).success
     assert max(map(len, bench.log)) < 20_000
     assert bench.target.forgotten == bench.target.submitted
+
+
+async def test_what_is_not_there_is_said_at_once(bench: Bench) -> None:
+    """A mistyped connection, or a Variable that nobody made: waiting would not help."""
+    driver = await bench.driver(bench.gang())
+
+    def missing() -> None:
+        raise NotConfigured("there is no connection 'gpu_prod'")
+
+    bench.asked_for_target = missing
+    found = await verdict(driver)
+    assert (found.outcome, found.cause) == ("failed", Cause.REJECTED)
+    assert "there is no connection 'gpu_prod'" in found.message

@@ -133,6 +133,10 @@ def late_errors():
 
     takes(when())
     GangOperator(task_id="rendered", gang=Gang(nodes="{{ 1 - 1 }}", command="true"))
+    GangOperator(task_id="no_connection", gang=Gang(command="true", targets="gpu_nowhere"), retries=3)
+    GangOperator(
+        task_id="no_variable", gang=Gang(command="true", secrets={"TOKEN": "var:nobody_made_it"}), retries=3
+    )
     GangOperator(task_id="too_large", gang=Gang(nodes=64, gpus_per_node=8, command="true"), retries=3)
 
 

@@ -133,22 +133,13 @@ class Channel:
         notice, notice_cause = told is not None, str((told or {}).get("cause") or "")
         records = await self._records(life)
         if (
-            not (ended or records or failure is not None or notice)
-            and known is not None
+            known is not None
             and known.life == life
+            and not (ended or records or failure is not None or notice)
         ):
-            # Nothing has ended: the checkpoint matters at the end only.
-            return Evidence(
-                life=life,
-                processes=life.world_size,
-                notice=notice,
-                notice_cause=notice_cause,
-                step=_int(progress.get("step")),
-                progress=progress,
-                checkpoint=known.checkpoint,
-                fruitless=known.fruitless,
-                newest=mine[-1].number,
-            )
+            checkpoint = known.checkpoint  # nothing has ended: it matters at the end only
+        else:
+            checkpoint = await self.newest_checkpoint(real)
         ranks = _ranks(records)
         return Evidence(
             life=life,
@@ -161,7 +152,7 @@ class Channel:
             failure=_failure(failure),
             step=_int(progress.get("step")),
             progress=progress,
-            checkpoint=await self.newest_checkpoint(real),
+            checkpoint=checkpoint,
             fruitless=_fruitless(mine),
             newest=mine[-1].number,
         )

@@ -19,8 +19,8 @@ from airflow_gpu.gang.spec import Gang
 from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.slot import take
 from airflow_gpu.rundir.store import Store
-from airflow_gpu.staging import ref_for
-from airflow_gpu.targets.base import JobRef, Target
+from airflow_gpu.staging import job_for, ref_for
+from airflow_gpu.targets.base import Job, JobRef, Target
 from airflow_gpu.targets.watch import Watcher
 
 POLL = 0.1
@@ -91,6 +91,11 @@ class Played:
     async def ref(self, attempt: Any) -> JobRef:
         """What finds the job of an attempt."""
         return ref_for(self.key, self.driver.incarnation, attempt)
+
+    async def as_submitted(self, attempt: Any) -> Job:
+        """The job as the driver gave it to the target."""
+        channel = await self.channel()
+        return job_for(channel, self.target, self.key, self.driver.incarnation, self.gang, attempt, {})
 
     async def until(self, what: str, done: Any) -> Any:
         """Until ``done()`` (a coroutine function) answers something true."""

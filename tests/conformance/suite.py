@@ -256,20 +256,10 @@ class Scenarios:
 
     async def test_submitted_twice(self, bed: Bed, tmp_path: Path) -> None:
         """The same attempt submitted again and again, also at once: one job, one life."""
-        from airflow_gpu.staging import job_for
-
         played = (await play(bed, tmp_path, self.gang(bed, programs.count, 30))).start()
         await played.until_step(1)
         attempt = played.run.attempts[-1]
-        job = job_for(
-            await played.channel(),
-            bed.target,
-            played.key,
-            played.driver.incarnation,
-            played.gang,
-            attempt,
-            {},
-        )
+        job = await played.as_submitted(attempt)
         ids = await asyncio.gather(*[bed.target.submit(job) for _ in range(8)])
         assert set(ids) == {attempt.platform_id}
         assert (await played.verdict()).success
@@ -278,21 +268,12 @@ class Scenarios:
 
     async def test_name_taken_by_another(self, bed: Bed, tmp_path: Path) -> None:
         """A job of that name that is not ours is never adopted, and never cancelled."""
-        from airflow_gpu.staging import job_for
         from airflow_gpu.targets.base import NameTaken
 
         played = (await play(bed, tmp_path, self.gang(bed, programs.count, 40))).start()
         await played.until_step(1)
         attempt = played.run.attempts[-1]
-        job = job_for(
-            await played.channel(),
-            bed.target,
-            played.key,
-            played.driver.incarnation,
-            played.gang,
-            attempt,
-            {},
-        )
+        job = await played.as_submitted(attempt)
         labels = {
             name: "aaaaaaaaaa" if name.endswith("incarnation") else value
             for name, value in job.labels.items()

@@ -2,7 +2,7 @@
 
 Purpose: the small interface between the driver and a system (a Slurm
 partition, a Kubernetes queue, this machine). A new system is one folder with
-one class that has these five methods; what else it can do it says in
+one class that has these methods; what else it can do it says in
 :class:`Capabilities`, and planners ask for a capability, never for a system's
 name.
 
@@ -150,6 +150,19 @@ class Sighting:
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    """A job as the target itself lists it: who it is by its own labels, and how it stands.
+
+    ``ref.channel`` is the channel half of its run directory as the target was
+    given it (as the ranks see it), empty where it does not keep that.
+    """
+
+    ref: JobRef
+    sighting: Sighting
+    submitted_at: float | None = None  # seconds since the epoch, by the platform's clock
+
+
+@dataclass(frozen=True, slots=True)
 class LogChunk:
     """A piece of output. ``next`` is what to pass as ``since`` for what follows."""
 
@@ -221,6 +234,15 @@ class Target(Protocol):
         """The platform's own output of one node since a position, at most 64 KiB: what the agent said, and why it did not start.
 
         The ranks' output is in the run directory.
+        """
+        ...
+
+    async def inventory(self, labels: Mapping[str, str]) -> list[Listed]:
+        """Every job that the target knows, living or over, whose labels have all these values.
+
+        It needs no journal: so a job is found whose run directory is gone.
+        ``airflow-gpu/installation`` is always among ``labels``, so jobs of other
+        installations never come up.
         """
         ...
 

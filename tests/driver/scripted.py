@@ -21,7 +21,7 @@ from airflow_gpu.gang.run import State
 from airflow_gpu.gang.spec import Gang
 from airflow_gpu.rundir.slot import take
 from airflow_gpu.rundir.store import Store
-from airflow_gpu.targets.base import Capabilities, Job, JobRef, LogChunk, Offer, Sighting
+from airflow_gpu.targets.base import Capabilities, Job, JobRef, Listed, LogChunk, Offer, Sighting
 from airflow_gpu.targets.watch import Watcher
 
 POLL = 0.02
@@ -89,6 +89,16 @@ class Scripted:
 
     async def logs(self, job: JobRef, node: int, since: str = "") -> LogChunk:
         return LogChunk("", since)
+
+    async def inventory(self, labels: Mapping[str, str]) -> list[Listed]:
+        await self._hook("inventory")
+        found = []
+        for name, row in self.jobs.items():
+            job = row["job"]
+            if all(job.labels.get(label) == value for label, value in labels.items()):
+                ref = JobRef(name, job.labels, job.attempt, job.digest, f"id-{name}", job.channel)
+                found.append(Listed(ref, (await self.observe([ref]))[name], row["since"]))
+        return found
 
     async def forget(self, job: JobRef) -> None:
         self.forgotten.append(job.name)

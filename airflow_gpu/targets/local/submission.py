@@ -54,6 +54,16 @@ def incarnation_of(labels: Mapping[str, str]) -> str:
     return ""
 
 
+def matches(labels: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    """Whether a job's labels have all the values that are wanted."""
+    return all(labels.get(name) == value for name, value in wanted.items())
+
+
+def names(folder: Folder) -> list[str]:
+    """Names of all jobs that have a folder."""
+    return sorted(name for name in os.listdir(folder.jobs) if _NAME.fullmatch(name))
+
+
 def find(folder: Folder, name: str) -> Spec | None:
     """What was asked in the job of that name; None when there is none.
 

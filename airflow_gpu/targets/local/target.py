@@ -26,7 +26,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from airflow_gpu.gang.run import State
-from airflow_gpu.targets.base import Capabilities, Job, JobRef, LogChunk, Offer, Sighting, TargetError
+from airflow_gpu.targets.base import Capabilities, Job, JobRef, Listed, LogChunk, Offer, Sighting, TargetError
 from airflow_gpu.targets.local import submission
 from airflow_gpu.targets.local.client import Client, ClientError
 from airflow_gpu.targets.local.config import ConfigError, LocalConfig
@@ -89,6 +89,9 @@ class LocalTarget:
 
     async def logs(self, job: JobRef, node: int, since: str = "") -> LogChunk:
         return await asyncio.to_thread(self._logs, job, node, since)
+
+    async def inventory(self, labels: Mapping[str, str]) -> list[Listed]:
+        return await asyncio.to_thread(self._inventory, dict(labels))
 
     async def forget(self, job: JobRef) -> None:
         """Nothing to do: secrets went with the gang's end, and the daemon forgets the job by itself after ``keep``."""
@@ -188,6 +191,28 @@ class LocalTarget:
             )
         except (KeyError, TypeError, ValueError) as error:
             return Sighting(State.UNKNOWN, "", f"its row in the table cannot be understood: {error!r}")
+
+    def _inventory(self, labels: dict[str, str]) -> list[Listed]:
+        found = []
+        with self._errors():
+            self._client.make(self.config.cluster())
+            self._client.ensure()
+            rows = self._client.table()["jobs"]
+            # Folders too: a job that was just submitted has no row yet.
+            for name in sorted({*rows, *submission.names(self._client.folder)}):
+                told = rows.get(name, {}).get("labels")
+                if told is not None and not submission.matches(told, labels):
+                    continue
+                try:
+                    spec = submission.find(self._client.folder, name)
+                except Damaged:
+                    continue  # whose it is cannot be told, so it is not ours to touch
+                if spec is not None and submission.matches(spec.labels, labels):
+                    ref = JobRef(
+                        name, dict(spec.labels), spec.attempt, spec.digest, spec.id, channel=spec.channel
+                    )
+                    found.append(Listed(ref, self._sighting(ref, rows), spec.submitted_at))
+        return found
 
     def _cancel(self, job: JobRef, grace: float) -> None:
         with self._errors():

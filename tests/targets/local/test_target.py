@@ -134,6 +134,28 @@ async def test_gone_and_unknown_are_not_guessed(bed: Bed) -> None:
         os.kill(bed.daemon_pid(), signal.SIGCONT)
 
 
+async def test_jobs_are_listed_by_their_labels(bed: Bed) -> None:
+    """Also those that are over, and those that the daemon has not seen; never another installation's."""
+    target = bed.target()
+    mine = {"airflow-gpu/installation": "prod", "airflow-gpu/dag": "a"}
+    over = bed.job("true", "over", labels={**mine, "airflow-gpu/incarnation": "i"})
+    alive = bed.job(STAY, "alive", labels={**mine, "airflow-gpu/incarnation": "i"})
+    other = bed.job("true", "other", labels={**mine, "airflow-gpu/installation": "dev"})
+    for job in (over, alive, other):
+        await target.submit(job)
+    await bed.until(target, over, State.SUCCEEDED)
+    await bed.until(target, alive, State.RUNNING)
+    found = {item.ref.name: item for item in await target.inventory({"airflow-gpu/installation": "prod"})}
+    assert {name: item.sighting.state for name, item in found.items()} == {
+        "over": State.SUCCEEDED,
+        "alive": State.RUNNING,
+    }
+    assert found["alive"].ref.channel == alive.channel
+    assert await target.inventory({**mine, "airflow-gpu/dag": "b"}) == []
+    await target.cancel(found["alive"].ref, grace=0, since=0)
+    await bed.until(target, alive, State.CANCELLED)
+
+
 async def test_a_job_that_the_daemon_has_not_seen_is_queued(bed: Bed) -> None:
     target = bed.target()
     first = bed.job("true", "first")

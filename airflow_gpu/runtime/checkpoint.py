@@ -78,10 +78,17 @@ class Start:
     name: str
     path: str
     verified: bool
+    seed: bool = False  # of another channel: no life here is its ancestor
 
     def to_dict(self) -> Dict[str, Any]:
-        """The life's ``from``."""
-        return {"life": self.life, "step": self.step, "dir": f"{life_folder(self.life)}/{self.name}"}
+        """The life's ``from``. ``dir`` is below the channel, or where it is on this node for a seed."""
+        where = self.path if self.seed else f"{life_folder(self.life)}/{self.name}"
+        return {
+            "life": self.life,
+            "step": self.step,
+            "dir": where,
+            **({"seed": True} if self.seed else {}),
+        }
 
 
 @dataclass(frozen=True)
@@ -119,15 +126,19 @@ def complete_in(channel: Folder, root: str, life: int, report: Report) -> List[F
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.name), reverse=True)
 
 
-def candidates(channel: Folder, ancestors: Sequence[Ancestor], report: Report) -> Iterator[Found]:
+def candidates(
+    channel: Folder, ancestors: Sequence[Ancestor], report: Report, limit: Optional[int] = None
+) -> Iterator[Found]:
     """Down the chain, best first. ``ancestors``: the earlier lives in order of their numbers.
+
+    ``limit``: the furthest step of the last of them that counts; None: all.
 
     Normally the first is taken. The later ones are only for when it is
     damaged: earlier checkpoints of the same life are ancestors as well, as
     long as they are not further than where the chain left that life.
     """
     by_number = {ancestor.life: ancestor for ancestor in ancestors}
-    life, limit = (ancestors[-1].life if ancestors else None), None
+    life = ancestors[-1].life if ancestors else None
     while life is not None:
         for checkpoint in complete(channel, life, report):
             if limit is None or checkpoint.step <= limit:
@@ -138,10 +149,16 @@ def candidates(channel: Folder, ancestors: Sequence[Ancestor], report: Report) -
         life, limit = ancestor.start_life, ancestor.start_step
 
 
-def choose(channel: Folder, ancestors: Sequence[Ancestor], report: Report, seconds: float) -> Optional[Start]:
+def choose(
+    channel: Folder,
+    ancestors: Sequence[Ancestor],
+    report: Report,
+    seconds: float,
+    limit: Optional[int] = None,
+) -> Optional[Start]:
     """The checkpoint to start from, or None. Spends at most ``seconds`` on hashing."""
     until = time.monotonic() + seconds
-    for checkpoint in candidates(channel, ancestors, report):
+    for checkpoint in candidates(channel, ancestors, report, limit):
         where = f"checkpoint {life_folder(checkpoint.life)}/{checkpoint.name}"
         files = checkpoint.manifest.files
         wrong, whole = sizes_differ(checkpoint.path, files), False

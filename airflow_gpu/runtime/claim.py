@@ -14,12 +14,12 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from airflow_gpu.runtime.checkpoint import VERIFY_SECONDS, Ancestor, Start, choose, life_folder
 from airflow_gpu.runtime.files import Channel, Exists, Folder, Missing, Torn, read_json, to_json
-from airflow_gpu.runtime.job import Job, Node
+from airflow_gpu.runtime.job import Job, Node, Seed
 from airflow_gpu.runtime.words import VERSION, utc
 
 LIVES = "lives"
@@ -60,6 +60,7 @@ class Entry:
     nodes: int = 0
     processes: int = 0
     by: str = ""
+    grace: float = 0.0  # of a fence: seconds in which a life that runs may save
 
     @property
     def where(self) -> str:
@@ -117,11 +118,12 @@ def _entry(number: int, body: Dict[str, Any]) -> Entry:
         job=str(body.get("job", "")),
         restart=int(body.get("restart", 0)),
         control=str(body.get("control", "")),
-        start=(int(start["life"]), int(start["step"])) if start else None,
+        start=(int(start["life"]), int(start["step"])) if start and not start.get("seed") else None,
         reason=str(body.get("reason", "")),
         nodes=int(body.get("nodes", 0)),
         by=str(body.get("by", "")),
         processes=int(body.get("processes", 0)),
+        grace=float(body.get("grace") or 0.0),
     )
 
 
@@ -194,6 +196,8 @@ def claim(channel: Folder, job: Job, node: Node, control: str, report: Callable[
         if ancestors != chosen_for:  # hashing is dear: again only when a life came in between
             seconds = min(VERIFY_SECONDS, VERIFY_SHARE * job.barrier_timeout)
             start, chosen_for = choose(channel, ancestors, report, seconds), ancestors
+            if start is None and job.seed is not None:
+                start = planted(job.seed, report, seconds)
             continue  # the log may have moved on meanwhile
         body = {
             "v": VERSION,
@@ -222,6 +226,31 @@ def claim(channel: Folder, job: Job, node: Node, control: str, report: Callable[
         for folder in (f"{life_root(number)}/nodes", f"{life_root(number)}/logs", life_folder(number)):
             channel.folder(folder)
         return Claim(number, control, token, start, _chain(ancestors))
+
+
+def entry(channel: Channel, number: int) -> Optional[Entry]:
+    """One entry; None when it cannot be read."""
+    try:
+        return _entry(number, read_json(channel, f"{LIVES}/{number:04d}.json"))
+    except (Torn, Missing, KeyError, TypeError, ValueError):
+        return None
+
+
+def planted(seed: Seed, report: Callable[[str], None], seconds: float) -> Start:
+    """The checkpoint of another channel to begin from.
+
+    Raises NotClaimed when there is none that this node can read: Airflow's side
+    saw one, so a start from nothing would throw work away in silence.
+    """
+    there = Folder(seed.channel)
+    lives = [e for e in entries(there) if e.kind == "life" and e.number <= seed.life]
+    chain = [Ancestor(e.number, *(e.start or (None, None))) for e in lives]
+    start = choose(there, chain, report, seconds, seed.step) if chain else None
+    if start is None:
+        raise NotClaimed(
+            f"the checkpoint to go on from (step {seed.step}, {seed.channel}) cannot be read on this node"
+        )
+    return replace(start, seed=True)
 
 
 def _next_restart(found: List[Entry], job: Job) -> int:

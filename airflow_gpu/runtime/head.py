@@ -19,7 +19,7 @@ import asyncio
 import time
 from typing import Callable, Dict
 
-from airflow_gpu.runtime.claim import Claim, numbers
+from airflow_gpu.runtime.claim import Claim, entry, numbers
 from airflow_gpu.runtime.control import Peer, Server, free_ports
 from airflow_gpu.runtime.ending import Ending
 from airflow_gpu.runtime.ends import notice_cause
@@ -75,6 +75,7 @@ class Head:
             log,
             self._tasks.spawn,
         )
+        self._fence = 0  # number of the fence that has left us time to save
         self._ending: Ending
         self._handlers: Dict[str, Callable[[Peer, Message], None]] = {}
 
@@ -226,9 +227,13 @@ class Head:
             return
         source = f"{m.get('signal', 'a signal')} to {peer.name}"
         node = peer.index if peer.kind == AGENT else peer.hello.get("node")
+        cause = notice_cause(time.monotonic() - self._claimed, self._job.time_limit, self._job.stop_grace)
+        self._notice(source, node, cause)
+
+    def _notice(self, source: str, node: Optional[int], cause: str) -> None:
+        state = self._state
         state.noticed_at = self._server.loop.time()
         self._log(f"notice: {source}")
-        cause = notice_cause(time.monotonic() - self._claimed, self._job.time_limit, self._job.stop_grace)
         self._tasks.write(self._records.notice, source, node, cause)
         if state.phase == GATHERING:
             self._ending.never_started(
@@ -290,14 +295,30 @@ class Head:
                 self._log(f"the channel cannot be read: {error}")
                 continue
             if newest > state.claim.life and state.verdict is None:
-                message = f"life {state.claim.life} is superseded: lives/{newest:04d}.json is there"
-                verdict = Verdict("superseded", EXIT_NOT_CLAIMED, message)
-                if state.phase == GATHERING:
-                    self._ending.never_started(verdict)
-                else:
-                    self._ending.stop(verdict, min(self._job.stop_grace, SUPERSEDED_GRACE))
+                await self._superseded(newest)
             elif state.phase == RUNNING:
                 self._tasks.spawn(self._tasks.disk(self._records.seal_declared))
+
+    async def _superseded(self, newest: int) -> None:
+        """A newer entry: this life is over. A fence may leave it the time to save, once."""
+        state = self._state
+        verdict = Verdict(
+            "superseded",
+            EXIT_NOT_CLAIMED,
+            f"life {state.claim.life} is superseded: lives/{newest:04d}.json is there",
+        )
+        if state.phase == GATHERING:
+            self._ending.never_started(verdict)
+            return
+        found = await self._tasks.disk(entry, self._channel, newest)
+        grace = min(found.grace, self._job.stop_grace) if found is not None and found.kind == "fence" else 0.0
+        if grace <= 0:
+            self._ending.stop(verdict, min(self._job.stop_grace, SUPERSEDED_GRACE))
+        elif newest != self._fence:
+            self._fence = newest
+            self._server.loop.call_later(grace, lambda: self._ending.stop(verdict, 0.0))
+            if not state.noticed and state.phase == RUNNING:
+                self._notice(f"lives/{newest:04d}.json ({found.reason if found else ''})", None, "stop")
 
     async def _write_progress(self) -> None:
         while self._state.phase != OVER:

@@ -41,6 +41,20 @@ class Unusable(Exception):
 
 
 @dataclass(frozen=True)
+class Seed:
+    """A checkpoint of another place: of this run where it ran before, or of an earlier run.
+
+    ``channel`` is the channel half there, as this node sees it; the chain
+    begins with ``step`` of ``life``.
+    """
+
+    channel: str
+    life: int
+    step: int
+    run: str = ""
+
+
+@dataclass(frozen=True)
 class Job:
     """``payload/<attempt>/job.json``. Seconds for all times; ``interval`` None: save only on a notice."""
 
@@ -62,6 +76,7 @@ class Job:
     interval: Optional[float]
     keep: int
     payload: str
+    seed: Optional[Seed] = None  # where to begin while this channel has no checkpoint for it
 
     @property
     def world_size(self) -> int:
@@ -98,6 +113,7 @@ class Job:
         try:
             checkpoint = body.get("checkpoint") or {}
             interval = checkpoint.get("interval")
+            seed = body.get("seed")
             job = cls(
                 run=str(body.get("run", "")),
                 attempt=int(body["attempt"]),
@@ -117,6 +133,8 @@ class Job:
                 interval=None if interval is None else float(interval),
                 keep=max(1, int(checkpoint.get("keep", 3))),
                 payload=payload,
+                seed=seed
+                and Seed(str(seed["channel"]), int(seed["life"]), int(seed["step"]), str(seed.get("run", ""))),
             )
         except KeyError as error:
             raise Unusable(f"the payload lacks the field {error}") from None

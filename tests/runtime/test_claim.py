@@ -377,3 +377,53 @@ def test_reading(tmp_path: Path) -> None:
         read_json(folder, "x.json", patience=0.0)
     threading.Timer(0.1, folder.replace, ("x.json", b'{"a": 1}')).start()
     assert eventually(lambda: read_json(folder, "x.json", patience=30.0)) == {"a": 1}
+
+
+# -- from another place ------------------------------------------------------------------------
+
+
+def seeded(tmp_path: Path, life: int, step: int, **fields: Any) -> Claim:
+    seed = {"channel": str(tmp_path / "there"), "life": life, "step": step}
+    return take(tmp_path / "here", first_life=7, seed=seed, **fields)
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    """A channel with two lives: the second saved at 30, and the first went on to 90 behind its back."""
+    for folder in ("there", "here"):
+        (tmp_path / folder).mkdir()
+    there = tmp_path / "there"
+    take(there)
+    save(there, 1, 20)
+    take(there, restart=1)
+    save(there, 2, 30), save(there, 1, 90)
+    return there
+
+
+def test_a_life_begins_where_another_place_left_off(tmp_path: Path, there: Path) -> None:
+    got = seeded(tmp_path, 2, 30)
+    assert (got.life, got.ancestors) == (7, ())
+    assert got.start is not None
+    assert got.start.path == str(there / "checkpoints/0002/step-000000030")
+    assert read_json(Folder(str(tmp_path / "here")), "lives/0007.json")["from"]["dir"] == got.start.path
+
+
+def test_its_own_checkpoints_come_before_those_of_another_place(tmp_path: Path, there: Path) -> None:
+    seeded(tmp_path, 2, 30)
+    assert seeded(tmp_path, 2, 30, restart=1).start.path.startswith(str(there))  # none of its own yet
+    save(tmp_path / "here", 8, 40)
+    assert seeded(tmp_path, 2, 30, restart=2).start.step == 40
+
+
+def test_another_place_is_followed_down_its_chain(tmp_path: Path, there: Path) -> None:
+    (there / "checkpoints/0002/step-000000030/rank0.bin").write_text("not what it was")
+    assert seeded(tmp_path, 2, 30).start.step == 20
+
+
+def test_nothing_begins_from_nothing_in_silence(tmp_path: Path, there: Path) -> None:
+    import shutil
+
+    shutil.rmtree(there / "checkpoints")
+    with pytest.raises(NotClaimed, match="step 30.*cannot be read on this node"):
+        seeded(tmp_path, 2, 30)
+    assert not (tmp_path / "here/lives").exists()

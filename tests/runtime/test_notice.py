@@ -309,3 +309,35 @@ def test_nodes_that_vanish_after_a_notice_are_no_failure(bed: Bed, node: int) ->
     codes = life.wait()
     assert (codes[node], codes[1 - node]) == (-9, 75)
     assert not (bed.channel / "lives/0001/failure.json").exists()
+
+
+def fence(bed: Bed, number: int, grace: float) -> None:
+    body = {"v": 1, "kind": "fence", "life": number, "attempt": 1, "reason": "marked failed", "grace": grace}
+    (bed.channel / f"lives/{number:04d}.json").write_text(json.dumps(body))
+
+
+def test_a_fence_that_leaves_time_is_a_notice(bed: Bed) -> None:
+    """How Airflow's side ends a gang whose platform cannot be asked: the job finds it, saves and leaves."""
+    job = bed.payload(script=train(100_000), constants={**QUICK, "LOOK_SECONDS": 0.3})
+    life = bed.start(job)
+    running(bed)
+    fence(bed, 2, 30)
+    assert life.wait() == [75, 75]
+    assert bed.codes() == [75, 75, 75, 75]
+    assert bed.read("lives/0001/notice.json")["cause"] == "stop"
+    assert saved(bed, 0)
+
+
+def test_the_time_that_a_fence_leaves_ends(bed: Bed) -> None:
+    """A program that does not care is killed after the grace, and nothing of it is left."""
+    script = """
+        import signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open("asked-" + __import__("os").environ["RANK"], "w").close()
+        time.sleep(600)
+    """
+    life = bed.start(bed.payload(script=script, constants={**QUICK, "LOOK_SECONDS": 0.3}))
+    running(bed)
+    fence(bed, 2, 1)
+    assert life.wait() == [76, 76]
+    assert {entry["signal"] for entry in bed.entries().values()} == {"SIGKILL"}

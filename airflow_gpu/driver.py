@@ -31,16 +31,16 @@ from airflow_gpu.gang.entries import (
     verdict_entry,
 )
 from airflow_gpu.gang.identity import RunKey, attempt_name, run_path
-from airflow_gpu.gang.run import Attempt, Cause, Outcome, State, Verdict
+from airflow_gpu.gang.run import Attempt, Cause, Outcome, Seed, State, Verdict
 from airflow_gpu.gang.spec import Gang
 from airflow_gpu.observing import Observer
-from airflow_gpu.placement.choose import choose
+from airflow_gpu.placing import Asked, Elsewhere, ask, leftovers
 from airflow_gpu.record import build_record, describe
 from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.journal import Journal, LostRace
 from airflow_gpu.rundir.store import Store, StoreError
 from airflow_gpu.staging import job_for, ref_for, stage
-from airflow_gpu.targets.base import NameTaken, NotConfigured, Offer, Rejected, Target, TargetError
+from airflow_gpu.targets.base import NameTaken, NotConfigured, Rejected, Target, TargetError
 from airflow_gpu.targets.watch import Watcher, bounded
 from airflow_gpu.tasklog import RankLog
 
@@ -102,6 +102,7 @@ class Driver:
         self.epoch = epoch
         self.world = world
         self._observer = Observer()
+        self._elsewhere = Elsewhere(gang, world.target)
         self._basis = 0  # the journal's newest entry when step() decided
         self._failing: float | None = None  # since when the current attempt could not be submitted
         self._channels: dict[str, Channel] = {}
@@ -202,42 +203,28 @@ class Driver:
 
     async def _start(self, number: int, resume: bool) -> None:
         """Place, journal, stage, submit: in this order, so that what is submitted can be found again."""
-        offers: list[Offer] = []
-        errors: dict[str, str] = {}
-        passing = False  # a target that does not answer may do so later; one that is not there will not
-        targets: dict[str, Target] = {}
-        for name in self.gang.targets:
-            try:
-                targets[name] = await self.world.target(name)
-                # By the name under which it was listed, whatever the target calls itself.
-                offers += [
-                    replace(offer, target=name)
-                    for offer in await bounded(targets[name].offers(self.gang), name)
-                ]
-            except TargetError as error:
-                errors[name] = str(error)
-                passing = passing or not isinstance(error, NotConfigured)
-        decision = choose(self.gang, offers, errors)
-        if decision.chosen is None and not passing:
-            await self._finish("failed", Cause.REJECTED, f"no target can run this gang: {decision.explain()}")
+        now = self.world.clock()
+        run = self.journal.run
+        asked = await ask(self.gang, self.world.target)
+        decision = asked.decide(self.gang, run, self.epoch, now)
+        if decision.chosen is None and not asked.passing:
+            last = run.of_epoch(self.epoch)[-1:]
+            cause = next((a.outcome.cause for a in last if a.outcome is not None), Cause.REJECTED)
+            await self._finish("failed", cause, f"no target can run this gang: {decision.explain()}")
             return
         if decision.chosen is None:
-            now = self.world.clock()
-            self._failing = self._failing or now
-            self._tell(f"no target answers: {decision.explain()}")
-            if now - self._failing >= self.gang.recovery.unknown_limit:
-                await self._finish("failed", Cause.LOST_SIGHT, f"no target answers: {decision.explain()}")
-                return
-            await self.world.sleep(self.world.poll)
+            await self._not_yet(f"no target answers: {decision.explain()}")
+            return
+        if number == 1 and not await self._alone(asked):
             return
         self._failing = None
-        target = targets[decision.chosen.target]
-        store = self.world.channel_store(target.channel)
+        store = self.world.channel_store(asked.targets[decision.chosen.target].channel)
         channel = Channel(store, run_path(self.key, self.incarnation))
-        before = self.journal.run.attempts
-        first_life = 1
-        for earlier in before[-1:]:
-            first_life = max([life.number for life in await self.channel(earlier).lives()] or [0]) + 1
+        first_life, where = 1, None
+        for earlier in run.attempts[-1:]:
+            there = self.channel(earlier)
+            first_life = max([life.number for life in await there.lives()] or [0]) + 1
+            where = await there.locate(earlier) if resume else None
         await self._append(
             attempt_entry(
                 attempt=number,
@@ -248,12 +235,46 @@ class Driver:
                 resume=resume,
                 first_life=first_life,
                 digest=self.gang.digest(),
+                seed=self._seed(where, channel),
             )
         )
         self._observer.forget()
         attempt = self.journal.run.attempts[-1]
         self._tell(f"attempt {number} on {attempt.target}: {self.gang.nodes} nodes x {self.gang.ranks} ranks")
         await self._submit(attempt)
+
+    def _seed(self, where: Seed | None, channel: Channel) -> Seed | None:
+        """What the next attempt on ``channel`` begins from while it has nothing of its own there."""
+        run = self.journal.run
+        if where is None:
+            return run.owners[0].seed
+        if where.run or where.channel != channel.uri:
+            return where
+        last = run.attempts[-1]
+        return last.seed if last.channel == channel.uri else None
+
+    async def _not_yet(self, why: str) -> None:
+        """Nothing can be started for now: wait, and give up at recovery.unknown_limit."""
+        now = self.world.clock()
+        self._failing = self._failing or now
+        self._tell(why)
+        if now - self._failing >= self.gang.recovery.unknown_limit:
+            await self._finish("failed", Cause.LOST_SIGHT, why)
+            return
+        await self.world.sleep(self.world.poll)
+
+    async def _alone(self, asked: Asked) -> bool:
+        """End what another run directory of this task instance has left behind; True when nothing of it lives."""
+        found = await leftovers(asked, self.key, self.incarnation)
+        for target, listed in found:
+            cancel = target.cancel(listed.ref, grace=self.gang.stop_grace, since=self.world.clock())
+            await bounded(cancel, target.name)
+        if found:
+            names = ", ".join(listed.ref.name for _, listed in found)
+            await self._not_yet(
+                f"an earlier gang of this task still runs, and its run directory is lost; ending it first: {names}"
+            )
+        return not found
 
     def _gang_of(self, attempt: Attempt) -> Gang:
         """The request of the owner who began the attempt: an adopter may have rendered another one."""
@@ -307,6 +328,11 @@ class Driver:
         except TargetError as error:
             trouble = str(error)
         seen = await self._observer.look(attempt, channel, sighting, trouble, self.world.clock())
+        if seen.state is State.QUEUED and attempt.stop is None:
+            better, blocked = await self._elsewhere.look(
+                self.journal.run, attempt, self.epoch, self.world.clock()
+            )
+            seen = self._observer.note(elsewhere=better, blocked=blocked)
         if seen.life is not None:
             await self._log.follow(channel, seen.life, ended=seen.state.ended)
         if sighting is None:
@@ -321,10 +347,21 @@ class Driver:
 
     async def _cancel(self, attempt: Attempt) -> None:
         self._observer.asked = self._observer.asked or self.world.clock()
+        heard = self._observer.seen is None or self._observer.seen.state is not State.UNKNOWN
         try:
             await self._ask_to_end(attempt)
         except TargetError as error:
             self._tell(f"{attempt.target} could not be asked to end attempt {attempt.number} yet: {error}")
+            heard = False
+        if not heard:
+            await self._tell_the_job(attempt)
+
+    async def _tell_the_job(self, attempt: Attempt) -> None:
+        """The target does not answer: a fence in the run directory lets no life begin, and the one that runs save and leave."""
+        reason = attempt.stop.reason if attempt.stop is not None else ""
+        await self.channel(attempt).fence(
+            attempt.number, attempt.first_life, reason, self.world.clock(), grace=self.gang.stop_grace
+        )
 
     async def _ask_to_end(self, attempt: Attempt) -> None:
         target = await self.world.target(attempt.target)
@@ -373,8 +410,7 @@ class Driver:
 
     async def _finish(self, outcome: str, cause: Cause, message: str) -> None:
         run = self.journal.run
-        channel = self.channel(run.attempts[-1]) if run.attempts else None
-        record = await build_record(run, self.gang, channel, self.journal)
+        record = await build_record(run, self.gang, self.channel, self.journal)
         record = {"outcome": outcome, "cause": cause.value, "message": message, **record}
         await self._append(verdict_entry(outcome, cause, message, record))
 
@@ -411,7 +447,7 @@ class Driver:
                     stop_entry(0, reason, detail), epoch=self.epoch, now=now, after=run.seq
                 )
             return True
-        if attempt.stop is None or (attempt.stop.reason == "superseded" and reason == "user"):
+        if attempt.stop is None or (attempt.stop.reason != "user" and reason == "user"):
             entry = stop_entry(attempt.number, reason, detail)
             run = await self.journal.append(entry, epoch=self.epoch, now=now, after=run.seq)
             attempt = run.current
@@ -420,14 +456,18 @@ class Driver:
         if not any(life.attempt == attempt.number for life in await channel.lives()):
             # Nothing has started, and a submit may still be on its way: now nothing can start any more.
             await channel.fence(attempt.number, attempt.first_life, reason, now)
-        target = await self.world.target(attempt.target)
         ref = ref_for(self.key, self.incarnation, attempt)
-        for _ in range(KILL_ROUNDS):
-            await self._ask_to_end(attempt)
-            seen = (await bounded(target.observe([ref]), attempt.target)).get(ref.name)
-            if seen is not None and (seen.state is not State.GONE or attempt.submitted_at is not None):
-                break
-            await self.world.sleep(1.0)
+        try:
+            target = await self.world.target(attempt.target)
+            for _ in range(KILL_ROUNDS):
+                await self._ask_to_end(attempt)
+                seen = (await bounded(target.observe([ref]), attempt.target)).get(ref.name)
+                if seen is not None and (seen.state is not State.GONE or attempt.submitted_at is not None):
+                    break
+                await self.world.sleep(1.0)
+        except TargetError:
+            await self._tell_the_job(attempt)
+            raise
         self.world.say(f"attempt {attempt.number} on {attempt.target} was told to end: {detail}")
         return True
 

@@ -36,6 +36,12 @@ class Observer:
         if current is None or self._basis != (current.number, current.submitted_at):
             self.seen = None
 
+    def note(self, *, elsewhere: str, blocked: str) -> Observation:
+        """What was found out about other targets since the last look."""
+        assert self.seen is not None
+        self.seen = replace(self.seen, elsewhere=elsewhere, blocked=blocked)
+        return self.seen
+
     def word(self, attempt: Attempt, state: State, reason: str, now: float, since: float) -> None:
         """An observation that comes from an error, not from a look."""
         self._basis = (attempt.number, attempt.submitted_at)
@@ -46,7 +52,8 @@ class Observer:
     ) -> Observation:
         """Put a sighting (None: the target could not be asked, because of ``trouble``) and the records together."""
         ended = sighting is not None and sighting.state.ended
-        found = await channel.evidence(attempt.number, ended=ended, known=None if ended else self.evidence)
+        known = None if ended else self.evidence
+        found = await channel.evidence(attempt.number, ended=ended, known=known, seed=attempt.seed)
         self.evidence = found
         state = sighting.state if sighting is not None else State.UNKNOWN
         before = self.seen if self.seen is not None and self.seen.attempt == attempt.number else None

@@ -28,6 +28,7 @@ Purpose: one small, documented record per verdict. Its fields:
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -50,30 +51,38 @@ RESULT_LIMIT = 32 * 1024
 """Bytes of a result that travel in XCom; a larger one is named by its URI."""
 
 
-async def build_record(run: Run, gang: Gang, channel: Channel | None, journal: Journal) -> dict[str, Any]:
-    """The record of a run at its verdict, as JSON."""
-    lives = [life for life in await channel.lives() if not life.fence] if channel else []
-    ends = {life.number: await channel.ended_at(life) for life in lives} if channel else {}
+async def build_record(
+    run: Run, gang: Gang, channel_of: Callable[[Attempt], Channel], journal: Journal
+) -> dict[str, Any]:
+    """The record of a run at its verdict, as JSON. ``channel_of`` answers the channel that an attempt has used."""
+    lives: list[Life] = []
+    ends: Ends = {}
+    for channel in {attempt.channel: channel_of(attempt) for attempt in run.attempts}.values():
+        for life in await channel.lives():
+            if not life.fence:
+                lives.append(life)
+                ends[life.number] = await channel.ended_at(life)
     last = run.attempts[-1] if run.attempts else None
+    newest = channel_of(last) if last is not None else None
     outcome = last.outcome if last else None
     result, result_uri = None, None
-    if channel is not None and outcome is not None and outcome.cause is Cause.SUCCEEDED and outcome.life:
-        data = await channel.result(outcome.life)
+    if newest is not None and outcome is not None and outcome.cause is Cause.SUCCEEDED and outcome.life:
+        data = await newest.result(outcome.life)
         if data is not None:
-            result_uri = f"{channel.uri}/lives/{outcome.life:04d}/result.json"
+            result_uri = f"{newest.uri}/lives/{outcome.life:04d}/result.json"
             result = json.loads(data) if len(data) <= RESULT_LIMIT else None
     attempts = [_attempt(attempt, lives, ends) for attempt in run.attempts]
-    checkpoint = outcome.checkpoint if outcome else None
+    where = await newest.locate(last) if newest is not None and last is not None else None
     return {
         "result": result,
         "result_uri": result_uri,
         "attempts": attempts,
         "checkpoint": None
-        if checkpoint is None or channel is None
-        else {**asdict(checkpoint), "uri": f"{channel.uri}/checkpoints/{checkpoint.life:04d}"},
+        if where is None
+        else {"life": where.life, "step": where.step, "uri": f"{where.channel}/checkpoints/{where.life:04d}"},
         "cost": _cost(run, gang, lives, ends),
         "placement": last.offer if last else None,
-        "run_dir": channel.uri if channel else None,
+        "run_dir": newest.uri if newest else None,
         "journal": f"{journal.store.uri.rstrip('/')}/{journal.path}",
         "failure": asdict(outcome.failure) if outcome is not None and outcome.failure is not None else None,
     }

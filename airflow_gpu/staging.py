@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from airflow_gpu.gang.identity import RunKey, labels
-from airflow_gpu.gang.run import Attempt
+from airflow_gpu.gang.run import Attempt, Seed
 from airflow_gpu.gang.spec import Gang
 from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.store import Exists
 from airflow_gpu.runtime.bundle import build
-from airflow_gpu.targets.base import Job, JobRef, Target
+from airflow_gpu.targets.base import Job, JobRef, Rejected, Target
 
 PAYLOAD_VERSION = 1
 
@@ -32,6 +33,25 @@ def _in_job(target: Target, channel: Channel, attempt: int | None = None) -> str
     """The channel half (or a payload folder in it) as the ranks see it."""
     root = f"{target.job_channel.rstrip('/')}/{channel.path}"
     return root if attempt is None else f"{root}/{payload_folder(attempt)}"
+
+
+def _seed_in_job(target: Target, seed: Seed | None) -> dict[str, Any] | None:
+    """Where a checkpoint of another channel is for the ranks. A folder has the same path there as here.
+
+    :raises Rejected: jobs of this target cannot read there.
+    """
+    if seed is None:
+        return None
+    here = target.channel.rstrip("/")
+    if seed.channel.startswith(f"{here}/"):
+        path = target.job_channel.rstrip("/") + seed.channel[len(here) :]
+    elif seed.channel.startswith("file://"):
+        path = unquote(seed.channel.removeprefix("file://"))
+    else:
+        raise Rejected(
+            f"the checkpoint to go on from is at {seed.channel}, where jobs of this target cannot read"
+        )
+    return {"channel": path, "life": seed.life, "step": seed.step, "run": seed.run}
 
 
 async def stage(
@@ -64,6 +84,7 @@ async def stage(
         "name": attempt.name,
         "first_life": attempt.first_life,
         "resume": attempt.resume,
+        "seed": _seed_in_job(target, attempt.seed),
         "channel": _in_job(target, channel),
         "nodes": gang.nodes,
         "ranks_per_node": gang.ranks,

@@ -9,7 +9,13 @@ from __future__ import annotations
 import hashlib
 
 from airflow_gpu.gang.run import INFRASTRUCTURE, Attempt, Cause, Outcome, Run
-from airflow_gpu.gang.spec import Recovery
+from airflow_gpu.gang.spec import Gang, Recovery
+
+CLOSED = frozenset({Cause.QUEUED_TOO_LONG, Cause.REJECTED})
+"""Ends after which an owner does not ask that target again."""
+
+NO_START = frozenset({Cause.MOVED, *CLOSED})
+"""Ends of attempts that waited and never began: they are no starts that got no further."""
 
 
 def group_of(recovery: Recovery, cause: Cause) -> str | None:
@@ -56,6 +62,9 @@ def refusal(run: Run, recovery: Recovery, outcome: Outcome, epoch: int) -> str |
 
 def streak(mine: tuple[Attempt, ...]) -> int:
     """Ends in a row that left the run at the checkpoint where the one before had left it."""
+    mine = tuple(a for a in mine if a.outcome and (a.outcome.life or a.outcome.cause not in NO_START))
+    if not mine:
+        return 0
     count = 0
     newest = mine[-1].outcome
     assert newest is not None
@@ -73,9 +82,25 @@ def streak(mine: tuple[Attempt, ...]) -> int:
     return count
 
 
+def moves(mine: tuple[Attempt, ...]) -> int:
+    """How often in a row it went to another target without a start."""
+    count = 0
+    for attempt in reversed(mine):
+        if attempt.outcome is None or attempt.outcome.life or attempt.outcome.cause not in NO_START:
+            break
+        count += 1
+    return count
+
+
+def open_targets(run: Run, gang: Gang, epoch: int) -> list[str]:
+    """Targets of the list that this owner may still ask: where it has not waited too long or been refused."""
+    closed = {a.target for a in run.of_epoch(epoch) if a.outcome and a.outcome.cause in CLOSED}
+    return [target for target in gang.targets if target not in closed]
+
+
 def delay(recovery: Recovery, cause: Cause, streak: int, name: str) -> float:
-    """Seconds before the next attempt: none after a preemption that cost no progress, else doubling."""
-    if cause is Cause.PREEMPTED and streak == 0:
+    """Seconds before the next attempt: none after a preemption or a move that cost no progress, else doubling."""
+    if streak <= 0 and cause in (Cause.PREEMPTED, Cause.UNREACHABLE, *NO_START):
         return 0.0
     base = float(min(recovery.backoff * 2.0 ** min(max(streak - 1, 0), 30), recovery.backoff_max))
     # Up to a quarter more, fixed by the attempt's name: gangs that fail together do not return together,

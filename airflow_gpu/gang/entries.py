@@ -24,6 +24,7 @@ from airflow_gpu.gang.run import (
     Outcome,
     Owner,
     Run,
+    Seed,
     Stop,
     Verdict,
 )
@@ -60,6 +61,9 @@ def owner_entry(
     deadline: float | None,
     gang: Mapping[str, Any],
     digest: str,
+    note: str = "",
+    dag_run: str = "",
+    seed: Seed | None = None,
 ) -> Entry:
     return {
         "kind": "owner",
@@ -71,6 +75,9 @@ def owner_entry(
         "deadline": None if deadline is None else iso(deadline),
         "gang": dict(gang),
         "digest": digest,
+        **({"note": note} if note else {}),
+        **({"dag_run": dag_run} if dag_run else {}),
+        **({"seed": asdict(seed)} if seed is not None else {}),
     }
 
 
@@ -84,6 +91,7 @@ def attempt_entry(
     resume: bool,
     first_life: int,
     digest: str,
+    seed: Seed | None = None,
 ) -> Entry:
     return {
         "kind": "attempt",
@@ -95,6 +103,7 @@ def attempt_entry(
         "resume": resume,
         "first_life": first_life,
         "digest": digest,
+        **({"seed": asdict(seed)} if seed is not None else {}),
     }
 
 
@@ -167,6 +176,9 @@ def _owner(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:
         reason=str(entry.get("reason", "start")),
         resume=bool(entry.get("resume", True)),
         deadline=None if entry.get("deadline") is None else seconds(entry["deadline"]),
+        note=str(entry.get("note", "")),
+        dag_run=str(entry.get("dag_run", "")),
+        seed=_seed(entry),
     )
     return replace(run, owners=(*run.owners, owner), verdict=None, stop=None)
 
@@ -199,8 +211,16 @@ def _attempt(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:
             first_life=int(entry.get("first_life", 1)),
             digest=str(entry.get("digest", "")),
             offer=dict(entry.get("offer") or {}),
+            seed=_seed(entry),
         )
     )
+
+
+def _seed(entry: Mapping[str, Any]) -> Seed | None:
+    body = entry.get("seed")
+    if not body:
+        return None
+    return Seed(str(body["channel"]), int(body["life"]), int(body["step"]), str(body.get("run", "")))
 
 
 def _current(run: Run, entry: Mapping[str, Any]) -> Attempt:
@@ -225,14 +245,16 @@ def _stop(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:
             raise JournalError("the owner is told to end while an attempt runs: that one is to be stopped")
         return replace(run, stop=stop)
     current = _current(run, entry)
-    if current.stop is not None and not _outranks(stop, current.stop):
-        return run  # the first reason stands
+    if current.stop is not None:
+        if not _outranks(stop, current.stop):
+            return run  # the first reason stands
+        stop = replace(stop, at=current.stop.at)  # and the grace runs on
     return run.with_attempt(replace(current, stop=stop))
 
 
 def _outranks(new: Stop, old: Stop) -> bool:
-    """A person's wish to end it all stands above our own to start again."""
-    return new.reason == "user" and old.reason == "superseded"
+    """A person's wish to end it all stands above any reason of ours, after which it may start again."""
+    return new.reason == "user" and old.reason != "user"
 
 
 def _over(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:

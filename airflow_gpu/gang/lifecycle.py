@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from airflow_gpu.gang.budgets import delay, fruitless, refusal, spent, streak
+from airflow_gpu.gang.budgets import delay, fruitless, moves, open_targets, refusal, spent, streak
 from airflow_gpu.gang.run import (
     Attempt,
     Cause,
@@ -51,6 +51,9 @@ TIME_LIMIT_SLACK = 120.0
 FINISH_LIMIT = 300.0
 """Seconds a platform may take to notice that every rank has ended well."""
 
+FENCE_LIMIT = 300.0
+"""Seconds after the grace within which ranks that were fenced should say that they ended."""
+
 STOP_CAUSES: dict[str, Cause] = {
     "user": Cause.STOPPED,  # mark failed, mark success, Clear, run set to failed
     "superseded": Cause.STOPPED,  # a newer try of the task took over and starts again
@@ -60,6 +63,8 @@ STOP_CAUSES: dict[str, Cause] = {
     "not_started": Cause.NOT_STARTED,
     "fruitless": Cause.FRUITLESS,
     "preemptions": Cause.PREEMPTED,  # the platform requeued it more often than the budget allows
+    "moved": Cause.MOVED,  # another target can start it, this one does not
+    "unreachable": Cause.UNREACHABLE,  # the target cannot be read, and recovery.unreachable is "move"
     "finished": Cause.NO_EVIDENCE,  # every rank ended, the platform did not see it
 }
 
@@ -190,12 +195,16 @@ def _judge(run: Run, gang: Gang, attempt: Attempt, seen: Observation, now: float
     if seen.state is State.UNKNOWN:
         limit = seen.since + gang.recovery.unknown_limit
         if now >= limit:
+            lost = (
+                f"{attempt.target} shows attempt {attempt.number} as {seen.native or 'nothing'!r} since "
+                f"{_span(now - seen.since)}: {seen.reason or 'not a state we know'}"
+            )
+            if gang.recovery.unreachable == "move" and _others(gang, attempt):
+                return RequestStop(attempt, "unreachable", lost)
             return Finish(
                 "failed",
                 Cause.LOST_SIGHT,
-                f"{attempt.target} shows attempt {attempt.number} as {seen.native or 'nothing'!r} since "
-                f"{_span(now - seen.since)}: {seen.reason or 'not a state we know'}. It may still run; "
-                "nothing was started in its place.",
+                f"{lost}. It may still run; nothing was started in its place.",
             )
         return Watch(attempt, _soonest(limit, end))
     return _limits(run, gang, attempt, seen, now, end)
@@ -298,6 +307,21 @@ def _stopping(gang: Gang, attempt: Attempt, seen: Observation, now: float) -> Ac
     assert attempt.stop is not None
     if seen.asked is None:
         return Cancel(attempt, now + gang.stop_grace)
+    if seen.state is State.UNKNOWN and seen.all_ended:
+        # By their own word, and closing fences: no other life can begin.
+        return Close(
+            attempt, _outcome(STOP_CAUSES.get(attempt.stop.reason, Cause.STOPPED), seen, now, _why(attempt))
+        )
+    if attempt.stop.reason == "unreachable" and seen.state is State.UNKNOWN:
+        limit = seen.asked + gang.stop_grace + FENCE_LIMIT
+        if seen.life is None:
+            return Close(
+                attempt, _outcome(Cause.UNREACHABLE, seen, now, f"{_why(attempt)}. It had not started")
+            )
+        if now >= limit:
+            why = f"{_why(attempt)}. Its ranks have not said that they ended; whatever they still do counts for nothing"
+            return Close(attempt, _outcome(Cause.UNREACHABLE, seen, now, why))
+        return Cancel(attempt, min(limit, now + gang.stop_grace))
     limit = seen.asked + gang.stop_grace + STOP_LIMIT
     if now < limit:
         return Cancel(attempt, min(limit, now + gang.stop_grace))
@@ -324,8 +348,13 @@ def _limits(
         )
     if seen.fruitless >= recovery.fruitless:
         return RequestStop(attempt, "fruitless", fruitless(seen.fruitless, recovery))
+    move_at = None
     if seen.state is State.QUEUED:
         limit = seen.since + gang.placement.max_wait
+        move_at = _move_at(gang, attempt, seen)
+        if move_at is not None and now >= move_at:
+            why = seen.blocked or f"it waited {_span(now - seen.since)}"
+            return RequestStop(attempt, "moved", f"{why}; {seen.elsewhere} can start it now")
         reason, detail = (
             "queued_too_long",
             f"waited longer than placement.max_wait ({_span(gang.placement.max_wait)})",
@@ -339,7 +368,19 @@ def _limits(
         reason, detail = "time_limit", f"ran longer than time_limit ({_span(gang.time_limit)})"
     if now >= limit:
         return RequestStop(attempt, reason, detail)
-    return Watch(attempt, _soonest(limit, end))
+    return Watch(attempt, _soonest(limit, end, move_at))
+
+
+def _move_at(gang: Gang, attempt: Attempt, seen: Observation) -> float | None:
+    """When a gang that waits here goes elsewhere; None while there is no place that would start it."""
+    if not seen.elsewhere or gang.placement.move_after is None or not _others(gang, attempt):
+        return None
+    return seen.since if seen.blocked else seen.since + gang.placement.move_after
+
+
+def _others(gang: Gang, attempt: Attempt) -> bool:
+    """There is a target of the list that the attempt does not run on."""
+    return any(target != attempt.target for target in gang.targets)
 
 
 # -- between attempts ----------------------------------------------------------------------------
@@ -373,6 +414,10 @@ def _next(run: Run, gang: Gang, now: float, epoch: int) -> Action:
         kind = "failed" if stop.reason == "deadline" else "cancelled"
         return Finish(kind, Cause.STOPPED, stop.detail or f"stopped: {stop.reason}")
     refused = refusal(run, gang.recovery, outcome, epoch)
+    if outcome.cause in (Cause.MOVED, Cause.UNREACHABLE) or (
+        outcome.cause in (Cause.QUEUED_TOO_LONG, Cause.REJECTED) and open_targets(run, gang, epoch)
+    ):
+        refused = None  # it says something of that target, and there are others
     if refused is not None:
         return Finish("failed", outcome.cause, refused)
     if end is not None and now >= end:
@@ -382,7 +427,7 @@ def _next(run: Run, gang: Gang, now: float, epoch: int) -> Action:
     count = streak(mine)
     if count >= gang.recovery.fruitless:
         return Finish("failed", Cause.FRUITLESS, fruitless(count, gang.recovery))
-    pause = delay(gang.recovery, outcome.cause, count, last.name)
+    pause = delay(gang.recovery, outcome.cause, max(count, moves(mine) - 1), last.name)
     at = outcome.at + pause
     if now < at <= now + pause:  # else the clock of who wrote the end was wrong
         return Wait(at if end is None else min(at, end), f"attempt {last.number} ended as {outcome.cause}")
@@ -419,6 +464,10 @@ def _outcome(cause: Cause, seen: Observation, now: float, detail: str) -> Outcom
         restarts=seen.restart,
         blamed=seen.blamed,
     )
+
+
+def _why(attempt: Attempt) -> str:
+    return attempt.stop.detail if attempt.stop is not None else ""
 
 
 def _soonest(*times: float | None) -> float | None:

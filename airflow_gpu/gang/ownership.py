@@ -4,11 +4,14 @@ Purpose: pure; what a try of a task instance may do with what an earlier try
 left behind. The facts it goes by, measured on Airflow 3.3:
 
 - a task instance's id changes with every try and with every Clear; a task that
-  is resumed from a deferral keeps it;
+  is resumed from a deferral keeps it, and so does a try whose resume got lost
+  (its ``try_number`` is one higher then);
 - ``try_number`` only grows within one DAG run, and starts again at 1 when the
   DAG run is deleted and re-created under the same id;
-- Clear changes ``max_tries`` (to the try plus the retries), except Clear of a *running* task, which looks like
-  a retry.
+- Clear changes ``max_tries`` (to the try plus the retries); of a task in a worker it does so only when the
+  scheduler hears of the end of the process before it misses its heartbeats, else it looks like a retry;
+- a DAG run is told from another of the same name by its ``start_date`` and ``clear_number``. So a database that
+  was restored from a backup, in which tries come a second time, is told from a DAG run that was made again.
 
 What cannot be told apart is adopted: then nothing runs twice and nothing is
 killed that somebody wanted.
@@ -28,6 +31,7 @@ class Try:
     ti_id: str
     try_number: int
     max_tries: int
+    dag_run: str = ""  # what tells its DAG run from another of the same name; empty: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +58,17 @@ def claim(run: Run | None, me: Try, on_clear: str) -> Claim:
     owner = run.owner if run is not None else None
     if run is None or owner is None:
         return Claim("new", "start")
-    if owner.ti_id == me.ti_id:
+    if owner.ti_id == me.ti_id and owner.try_number == me.try_number:
         return Claim("same", owner.reason)
     live = run.current is not None
     if me.try_number <= owner.try_number:
-        # The DAG run was deleted and made again: another run, which must not inherit anything.
-        return Claim("new", "start", stop=live)
+        if not me.dag_run or all(me.dag_run != o.dag_run for o in run.owners):
+            # The DAG run was deleted and made again: another run, which must not inherit anything.
+            return Claim("new", "start", stop=live)
+        # The same DAG run as before, and its tries come again: the database is an older one than the journal.
+        if run.verdict is not None and run.verdict.success:
+            return Claim("same", "restored")
+        return Claim("take", "restored")
     cleared = me.max_tries != owner.max_tries
     if run.verdict is not None and run.verdict.success:
         # After a Clear a resume would end at once with the old result. Without one, the worker that was to

@@ -50,7 +50,11 @@ class Work(Part):
 class Placement(Part):
     """How long the gang may wait, and by when it must be done. Every wait is bounded.
 
-    :param max_wait: longest wait in a queue, for each attempt. Default 7 days; there is no "unlimited".
+    :param max_wait: longest wait in a queue, for each attempt. Default 7 days; there is no "unlimited". Then
+        it goes to a target of the list where it has not waited yet; after the last one it fails.
+    :param move_after: with several targets: after waiting so long in the queue of one, it moves, with its
+        checkpoint, to another that can start it at once. A target that is drained or sold out is left at
+        once. Default 10 min. None: it stays where it waits.
     :param start_timeout: longest time from leaving the queue to the first life, while nodes boot and
         images are pulled. Default 30 min.
     :param deadline: the run ends this long after its first start at the latest, with all its attempts
@@ -61,13 +65,19 @@ class Placement(Part):
     """
 
     max_wait: SomeSeconds = 7 * 86400.0
+    move_after: Seconds | None = 600.0
     start_timeout: SomeSeconds = 30 * 60.0
     deadline: SomeSeconds | None = None
 
     if TYPE_CHECKING:
 
         def __init__(
-            self, *, max_wait: Duration = ..., start_timeout: Duration = ..., deadline: Duration | None = None
+            self,
+            *,
+            max_wait: Duration = ...,
+            move_after: Duration | None = ...,
+            start_timeout: Duration = ...,
+            deadline: Duration | None = None,
         ) -> None: ...
 
 
@@ -76,6 +86,11 @@ class Checkpointing(Part):
 
     :param interval: time between saves. Default 5 min. None: only when the platform gives notice.
     :param keep: how many complete checkpoints are kept, the newest; at least 1. Default 3.
+    :param on_change: a retry or a cleared task whose program, arguments or environment differ from those that
+        wrote the checkpoint begins again, and says so (``"fresh"``, default), or goes on from it
+        (``"resume"``).
+    :param continue_previous: a run that has no checkpoint yet begins from the newest one of the DAG run
+        before it, by logical date, of the same task and mapped index. Default False: each date is its own.
 
     >>> Checkpointing(interval="10m").interval
     600.0
@@ -83,10 +98,19 @@ class Checkpointing(Part):
 
     interval: SomeSeconds | None = 300.0
     keep: AtLeastOne = 3
+    on_change: Literal["fresh", "resume"] = "fresh"
+    continue_previous: bool = False
 
     if TYPE_CHECKING:
 
-        def __init__(self, *, interval: Duration | None = ..., keep: Whole = 3) -> None: ...
+        def __init__(
+            self,
+            *,
+            interval: Duration | None = ...,
+            keep: Whole = 3,
+            on_change: str = "fresh",
+            continue_previous: bool | str = False,
+        ) -> None: ...
 
 
 class Recovery(Part):
@@ -108,6 +132,10 @@ class Recovery(Part):
     :param fruitless: after so many starts in a row that got no further than the same checkpoint, it is
         given up; at least 1. Default 10.
     :param unknown_limit: how long the target may be unreadable. Default 1 h.
+    :param unreachable: what then becomes of a gang that may still run there. ``"wait"`` (default): the try
+        fails, nothing is started in its place, and a retry looks for the same job. ``"move"``: the gang is
+        told to end through its run directory, where it can compute no further life; when its ranks have
+        said that they ended, or 5 min after their grace, it goes on from its checkpoint on another target.
     :param backoff: wait before the next attempt, doubled after each fruitless one. Default 10 s.
     :param backoff_max: longest such wait, at least ``backoff``. Default 10 min.
 
@@ -124,6 +152,7 @@ class Recovery(Part):
     exclude_blamed_nodes: bool = True
     fruitless: AtLeastOne = 10
     unknown_limit: SomeSeconds = 3600.0
+    unreachable: Literal["wait", "move"] = "wait"
     backoff: Seconds = 10.0
     backoff_max: Seconds = 600.0
 
@@ -141,6 +170,7 @@ class Recovery(Part):
             exclude_blamed_nodes: bool | str = True,
             fruitless: Whole = 10,
             unknown_limit: Duration = ...,
+            unreachable: str = "wait",
             backoff: Duration = ...,
             backoff_max: Duration = ...,
         ) -> None: ...

@@ -73,10 +73,17 @@ class Cause(StrEnum):
     REJECTED = "rejected"
     QUEUED_TOO_LONG = "queued_too_long"
     FRUITLESS = "fruitless"  # too many attempts in a row that got no further
+    MOVED = "moved"  # it waited here while another target could start it
+    UNREACHABLE = "unreachable"  # the target could not be read, and the gang was fenced to go on elsewhere
     LOST_SIGHT = "lost_sight"  # the target could not be read for too long
     CANCELLED = "cancelled"  # someone ended it outside of Airflow
     STOPPED = "stopped"  # we ended it: a user's action or a deadline
 
+
+ELSEWHERE = frozenset(
+    {Cause.QUEUED_TOO_LONG, Cause.NOT_STARTED, Cause.REJECTED, Cause.MOVED, Cause.UNREACHABLE}
+)
+"""Ends that speak against the target: for a while the others are better."""
 
 INFRASTRUCTURE = frozenset(
     {
@@ -95,6 +102,24 @@ class CheckpointRef:
 
     life: int
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """A checkpoint on another channel: of this run where it ran before, or of the run before this one.
+
+    ``channel`` is the URI of the channel half that has it; ``run`` names the
+    other run, empty for this one.
+    """
+
+    channel: str
+    life: int
+    step: int
+    run: str = ""
+
+    @property
+    def checkpoint(self) -> CheckpointRef:
+        return CheckpointRef(self.life, self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +190,7 @@ class Attempt:
     first_life: int = 1
     digest: str = ""
     offer: dict[str, Any] = field(default_factory=dict)
+    seed: Seed | None = None  # where it begins while its channel has no checkpoint for it
     platform_id: str | None = None
     submitted_at: float | None = None
     stop: Stop | None = None
@@ -187,6 +213,9 @@ class Owner:
     reason: str = "start"  # start, retry, clear, adopt
     deadline: float | None = None
     resume: bool = True  # may this owner's first attempt start from a checkpoint
+    note: str = ""  # for people: why it begins again, or from where
+    dag_run: str = ""  # what tells this DAG run from another of the same name
+    seed: Seed | None = None  # where a start from nothing begins all the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +309,8 @@ class Observation:
     fruitless: int = 0  # lives before that one, in a row, that started from the same checkpoint
     blamed: tuple[str, ...] = ()  # hosts that the platform holds responsible
     asked: float | None = None  # since when this observer has asked the target to end the attempt
+    elsewhere: str = ""  # another target of the list that could start the gang at once
+    blocked: str = ""  # why this target starts nothing of the kind for now: drained, sold out
 
     @property
     def requeued(self) -> bool:
@@ -289,6 +320,11 @@ class Observation:
             and self.restart > self.life.restart
             and self.state in (State.QUEUED, State.STARTING)
         )
+
+    @property
+    def all_ended(self) -> bool:
+        """The ranks of the newest life have all said that they ended, whatever the platform says."""
+        return self.life is not None and self.world_size > 0 and self.ranks_ended == self.world_size
 
     @property
     def whole_success(self) -> bool:

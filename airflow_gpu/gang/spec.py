@@ -78,6 +78,9 @@ __all__ = [
 
 VERSION: Final = 1
 
+BACKFILL_BEHIND: Final = 1000
+"""By how much the priority of a backfill is lower, unless said otherwise."""
+
 # Where "{#" is not the beginning of a comment to Jinja.
 _QUOTED: Final = re.compile(r"\{%-?\s*raw\b.*?\bendraw\s*-?%\}|\{\{.*?\}\}", re.DOTALL)
 # A secret that a template would write into the request, and so into the journal.
@@ -115,6 +118,8 @@ class Gang(Part):
     :param work: hours of work, or :class:`~airflow_gpu.gang.parts.Work`. None (default): unknown, and offers
         are compared by rate only.
     :param priority: larger goes first, where a target has priorities. Default 0.
+    :param backfill_priority: the same in a backfill. None (default): 1000 less, so that a backfill waits for
+        scheduled and manual runs.
     :param min_nodes: the gang may run with as few as this (1 to ``nodes``) where the target is elastic.
         None (default): all or nothing.
     :param topology: the network domain that the nodes share, in the target's words. None (default): any.
@@ -156,6 +161,7 @@ class Gang(Part):
     stop_grace: Seconds = 30.0
     work: Annotated[Work, BeforeValidator(work_of)] | None = None
     priority: Priority = 0
+    backfill_priority: Priority | None = None
     min_nodes: Nodes | None = None
     topology: Text | None = None
     targets: Targets = ("gpu_default",)
@@ -190,6 +196,7 @@ class Gang(Part):
             stop_grace: Duration = ...,
             work: float | str | Work | Mapping[str, Any] | None = None,
             priority: Whole = 0,
+            backfill_priority: Whole | None = None,
             min_nodes: Whole | None = None,
             topology: str | None = None,
             targets: str | Sequence[str] = ...,
@@ -229,6 +236,14 @@ class Gang(Part):
                 f"ranks_per_node must be a multiple of gpus_per_node ({gpus}) or divide it, "
                 f"so that all ranks have the same share, got {ranks}"
             )
+        targets, recovery = data.get("targets"), data.get("recovery")
+        moves = (
+            recovery.get("unreachable")
+            if isinstance(recovery, Mapping)
+            else getattr(recovery, "unreachable", "")
+        )
+        if moves == "move" and "targets" not in wrong and not is_template(targets) and len(targets or ()) < 2:
+            yield "recovery.unreachable='move' needs another target to move to: list two or more in targets"
         env, secrets = data.get("env"), data.get("secrets")
         if isinstance(env, Mapping) and isinstance(secrets, Mapping):
             for name in sorted(set(env) & set(secrets), key=str):
@@ -271,6 +286,11 @@ class Gang(Part):
     def world_size(self) -> int:
         """Ranks of the whole gang, as torchrun and MPI count them."""
         return self.nodes * self.ranks
+
+    def for_backfill(self) -> Self:
+        """The same as a backfill asks for it."""
+        lower = self.priority - BACKFILL_BEHIND if self.backfill_priority is None else self.backfill_priority
+        return self.replace(priority=max(-(10**9), lower))
 
     @property
     def gpus(self) -> int:

@@ -42,6 +42,10 @@ KILL_ANSWER_LIMIT = 3.0
 """Seconds for which a killed worker waits to hear why; the supervisor kills it hard soon after."""
 
 
+END_LIMIT = 60.0
+"""Seconds beyond the grace for which a worker waits for the end of a gang whose trigger has failed."""
+
+
 class GangFailed(AirflowException):
     """The gang failed. ``record`` is the record of the run, as the XCom of a success would be."""
 
@@ -120,6 +124,8 @@ class GangOperator(BaseOperator):
 
         given = settings()
         gang = self.request()
+        if _is_backfill(context):
+            gang = gang.for_backfill()
         held = asyncio.run(self._begin(context, given, gang))
         if isinstance(held, dict):
             return self.execute_complete(context, held)
@@ -159,20 +165,25 @@ class GangOperator(BaseOperator):
     async def _take(self, context: Context, given: Settings, gang: Gang) -> Held:
         from airflow_gpu.gang.identity import RunKey
         from airflow_gpu.gang.ownership import Try
-        from airflow_gpu.gang.run import Cause
+        from airflow_gpu.gang.run import Cause, Seed
         from airflow_gpu.hooks.world import state_store
+        from airflow_gpu.lineage import dag_run_identity, previous_checkpoint
         from airflow_gpu.rundir.slot import take
 
         ti = context["ti"]
         key = RunKey(
             given.installation, ti.dag_id, ti.run_id, ti.task_id, -1 if ti.map_index is None else ti.map_index
         )
-        me = Try(str(ti.id), ti.try_number, ti.max_tries or 0)
+        me = Try(str(ti.id), ti.try_number, ti.max_tries or 0, dag_run_identity(context.get("dag_run")))
         deadline = None
         if self.execution_timeout is not None:
             started = ti.start_date.timestamp() if ti.start_date else time.time()
             deadline = started + self.execution_timeout.total_seconds()
         store = await state_store(given)
+
+        async def previous() -> tuple[Seed | None, str]:
+            return await previous_checkpoint(store, key, gang, ti)
+
         while True:
             held = await take(
                 store,
@@ -183,6 +194,7 @@ class GangOperator(BaseOperator):
                 digest=gang.digest(),
                 deadline=deadline,
                 now=time.time(),
+                seed=previous if gang.checkpointing.continue_previous else None,
             )
             if not (held.claim.action == "new" and held.claim.stop):
                 self.log.info(
@@ -193,13 +205,9 @@ class GangOperator(BaseOperator):
                     held.journal.path,
                 )
                 if held.claim.action == "take" and held.claim.reason == "clear":
-                    how = (
-                        "goes on from its newest checkpoint, also if what the task is given has changed; "
-                        "recovery.on_clear='fresh' begins again"
-                        if held.claim.resume
-                        else "begins again"
-                    )
-                    self.log.warning("the task was cleared: the gang %s", how)
+                    self.log.warning("the task was cleared%s", _after_clear(held))
+                elif held.note:
+                    self.log.warning("%s", held.note)
                 return held
             self.log.info("an earlier DAG run of this name still has a gang; ending it first")
             before = Gang.from_json(json.dumps(held.journal.gang_of(held.epoch)))
@@ -256,7 +264,15 @@ class GangOperator(BaseOperator):
 
         given = settings()
         held = await self._take(context, given, self.request())
-        await self._driver(held, given, self.request()).stop("user", why)
+        driver = self._driver(held, given, self.request())
+        if await driver.stop("user", why):
+            limit = self.request().stop_grace + END_LIMIT
+            try:
+                await asyncio.wait_for(driver.run(), limit)
+            except TimeoutError:
+                self.log.warning(
+                    "the gang has not ended within %.0f s; the next try or a sweep sees to it", limit
+                )
 
     def on_kill(self) -> None:
         """A SIGTERM came. Called within a signal handler, where asking Airflow could deadlock: only a flag is set."""
@@ -284,6 +300,17 @@ class GangOperator(BaseOperator):
                 "user", f"the task was ended by a user's action (it is {state or 'cleared'} now)"
             )
         raise SystemExit(143)
+
+
+def _is_backfill(context: Context) -> bool:
+    run_type = getattr(context.get("dag_run"), "run_type", "")
+    return str(getattr(run_type, "value", run_type)) == "backfill"
+
+
+def _after_clear(held: Held) -> str:
+    if held.note:
+        return f". {held.note}"
+    return ": the gang goes on from its newest checkpoint (recovery.on_clear='fresh' would begin again)"
 
 
 def _merge(fields: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from airflow_gpu.gang.entries import iso, seconds
-from airflow_gpu.gang.run import CheckpointRef, Failure, Life
+from airflow_gpu.gang.run import Attempt, CheckpointRef, Failure, Life, Seed
 from airflow_gpu.rundir.store import Exists, Missing, Store
 
 MANIFEST, BAD = "manifest.json", "bad.json"
@@ -79,10 +79,13 @@ class Channel:
         names = map(_LIFE.match, await self.store.names(f"{self.path}/lives"))
         return sorted(int(match[1]) for match in names if match)
 
-    async def fence(self, attempt: int, first_life: int, reason: str, now: float) -> list[Life]:
+    async def fence(
+        self, attempt: int, first_life: int, reason: str, now: float, grace: float = 0.0
+    ) -> list[Life]:
         """See to it that no further life of this attempt (or one before it) can be claimed.
 
-        Answers all entries as they stand behind the fence. A life that was
+        A life that runs finds the fence within seconds and ends itself; with
+        ``grace`` it has so many seconds to save first. Answers all entries as they stand behind the fence. A life that was
         claimed before the fence stands is among them: the caller must look at
         it before it calls the attempt over.
         """
@@ -97,6 +100,7 @@ class Channel:
                 "life": number,
                 "attempt": attempt,
                 "reason": reason,
+                "grace": grace,
                 "at": iso(now),
                 "writer": secrets.token_hex(8),
             }
@@ -108,10 +112,13 @@ class Channel:
 
     # -- evidence --------------------------------------------------------------------------------
 
-    async def evidence(self, attempt: int, *, ended: bool, known: Evidence | None = None) -> Evidence:
+    async def evidence(
+        self, attempt: int, *, ended: bool, known: Evidence | None = None, seed: Seed | None = None
+    ) -> Evidence:
         """What the newest life of the attempt has written.
 
         :param ended: the platform says that the ranks have ended.
+        :param seed: of the attempt: where it begins while this channel has no checkpoint for it.
         :param known: an earlier answer. Reading checkpoints walks the chain,
             so while the ranks run it is kept from there.
         """
@@ -119,7 +126,7 @@ class Channel:
         mine = [life for life in lives if life.attempt == attempt and not life.fence]
         real = [life for life in lives if not life.fence]
         if not mine:
-            return Evidence(checkpoint=await self.newest_checkpoint(real))
+            return Evidence(checkpoint=await self.newest_checkpoint(real, seed))
         # A platform may start a gang again that has just finished: a life that succeeded counts, not the newest.
         for life in mine[:-1]:
             # Records may lag, so the last one before the newest is read again until it is whole.
@@ -139,7 +146,7 @@ class Channel:
         ):
             checkpoint = known.checkpoint  # nothing has ended: it matters at the end only
         else:
-            checkpoint = await self.newest_checkpoint(real)
+            checkpoint = await self.newest_checkpoint(real, seed)
         ranks = _ranks(records)
         return Evidence(
             life=life,
@@ -196,15 +203,39 @@ class Channel:
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    async def newest_checkpoint(self, lives: Sequence[Life]) -> CheckpointRef | None:
+    async def newest_checkpoint(
+        self, lives: Sequence[Life], seed: Seed | None = None
+    ) -> CheckpointRef | None:
         """The checkpoint from which a next life would start: furthest complete one on the chain of ancestors.
 
         Files are not hashed here; the runtime does that before it restores.
         """
+        # Lives here from before the run went elsewhere are behind what it brings back from there.
+        if seed is not None and not seed.run:
+            lives = [life for life in lives if life.number > seed.life]
         if not lives:
-            return None
+            return None if seed is None else seed.checkpoint
         newest = await self.checkpoints(lives[-1].number)
-        return newest[-1] if newest else lives[-1].start
+        if newest:
+            return newest[-1]
+        return lives[-1].start or (None if seed is None else seed.checkpoint)
+
+    async def locate(self, attempt: Attempt) -> Seed | None:
+        """Where the newest checkpoint is that a next attempt after this one would start from: here, or where it came from."""
+        lives = [life for life in await self.lives() if not life.fence and life.attempt <= attempt.number]
+        if not attempt.resume:
+            lives = [life for life in lives if life.attempt == attempt.number]
+        found = await self.newest_checkpoint(lives, attempt.seed)
+        if found is None:
+            return None
+        seed = attempt.seed
+        if (
+            seed is not None
+            and found == seed.checkpoint
+            and (seed.run or found.life not in {li.number for li in lives})
+        ):
+            return seed
+        return Seed(self.uri, found.life, found.step)
 
     async def checkpoints(self, life: int) -> list[CheckpointRef]:
         """Complete checkpoints that this life wrote."""

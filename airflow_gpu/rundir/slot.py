@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from airflow_gpu.gang.entries import iso, owner_entry
 from airflow_gpu.gang.identity import RunKey, run_path, slot_path
+from airflow_gpu.gang.lineage import changes
 from airflow_gpu.gang.ownership import Claim, Try, claim
+from airflow_gpu.gang.run import Run, Seed
 from airflow_gpu.rundir.journal import Journal, LostRace
 from airflow_gpu.rundir.store import Exists, Missing, Store
 
@@ -31,6 +33,7 @@ class Held:
     incarnation: str
     epoch: int
     claim: Claim
+    note: str = ""  # for people: why it begins again, or from where
 
 
 async def newest(store: Store, key: RunKey) -> tuple[int, str] | None:
@@ -76,8 +79,12 @@ async def take(
     digest: str,
     deadline: float | None,
     now: float,
+    seed: Callable[[], Awaitable[tuple[Seed | None, str]]] | None = None,
 ) -> Held:
     """Make this try the owner of the slot's run, or say what must end first.
+
+    :param seed: finds the checkpoint of another run from which a start from
+        nothing begins all the same, with a sentence about it.
 
     When the answer's claim has ``action == "new"`` and ``stop``, the run in it
     is an older incarnation whose gang still lives: the caller drives it to its
@@ -101,6 +108,11 @@ async def take(
             reason = decided.reason
             await _begin(store, key, number + 1, now)
             continue
+        resume, note = _resumes(journal, run, gang, decided)
+        start, told = run.owners[0].seed if run.owners else None, ""
+        if seed is not None and start is None and not any(attempt.over for attempt in run.attempts):
+            start, told = await seed()
+        note = " ".join(filter(None, (note, told)))
         try:
             await journal.append(
                 owner_entry(
@@ -108,14 +120,37 @@ async def take(
                     try_number=me.try_number,
                     max_tries=me.max_tries,
                     reason=decided.reason,
-                    resume=decided.resume,
+                    resume=resume,
                     deadline=deadline,
                     gang=gang,
                     digest=digest,
+                    note=note,
+                    dag_run=me.dag_run,
+                    seed=start,
                 ),
                 epoch=run.epoch + 1,
                 now=now,
             )
         except LostRace:
             continue
-        return Held(journal, key, incarnation, journal.run.epoch, decided)
+        return Held(journal, key, incarnation, journal.run.epoch, decided, note)
+
+
+def _resumes(journal: Journal, run: Run, gang: Mapping[str, Any], decided: Claim) -> tuple[bool, str]:
+    """Whether the next attempt may start from the run's checkpoint, and what to say of it."""
+    if not run.attempts:
+        return decided.resume, ""
+    if not decided.resume:
+        return False, "It begins again, as recovery.on_clear='fresh' asks."
+    changed = changes(journal.gang_of(run.attempts[-1].epoch), gang)
+    if not changed:
+        return True, ""
+    what = f"{', '.join(changed)} changed since its checkpoints were written"
+    if run.current is not None and not decided.stop:
+        return False, f"{what}: what runs goes on, and a next attempt would begin again."
+    if (gang.get("checkpointing") or {}).get("on_change") == "resume":
+        return (
+            True,
+            f"{what}; it goes on from the newest all the same, as checkpointing.on_change='resume' asks.",
+        )
+    return False, f"{what}: IT BEGINS AGAIN. checkpointing.on_change='resume' would go on from the newest."

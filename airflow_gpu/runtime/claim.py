@@ -175,8 +175,14 @@ def ancestors_of(found: List[Entry], job: Job) -> List[Ancestor]:
 
     With ``resume: false`` the attempt starts from nothing, but a restart of
     this same attempt by its platform still goes on from the attempt's own lives.
+    Lives from before the run went elsewhere are behind the seed that it brings back.
     """
-    lives = [e for e in found if e.kind == "life" and (job.resume or e.attempt == job.attempt)]
+    behind = job.seed.life if job.seed is not None and not job.seed.run else 0
+    lives = [
+        e
+        for e in found
+        if e.kind == "life" and e.number > behind and (job.resume or e.attempt == job.attempt)
+    ]
     return [Ancestor(e.number, *(e.start or (None, None))) for e in lives]
 
 

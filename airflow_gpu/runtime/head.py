@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Callable, Dict
+from typing import Callable, Dict, Optional
 
 from airflow_gpu.runtime.claim import Claim, entry, numbers
 from airflow_gpu.runtime.control import Peer, Server, free_ports

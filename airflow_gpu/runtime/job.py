@@ -134,7 +134,9 @@ class Job:
                 keep=max(1, int(checkpoint.get("keep", 3))),
                 payload=payload,
                 seed=seed
-                and Seed(str(seed["channel"]), int(seed["life"]), int(seed["step"]), str(seed.get("run", ""))),
+                and Seed(
+                    str(seed["channel"]), int(seed["life"]), int(seed["step"]), str(seed.get("run", ""))
+                ),
             )
         except KeyError as error:
             raise Unusable(f"the payload lacks the field {error}") from None

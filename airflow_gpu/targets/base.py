@@ -60,6 +60,7 @@ class Offer:
     total_nodes: int | None = None
     expected_wait: float | None = None  # seconds
     reason: str = ""  # why the gang can never run here; empty when it can
+    blocked: str = ""  # why nothing of the kind starts here for now (drained, sold out); empty when it may
     pool: str = ""  # the target's own name of what is offered (a QOS, a node pool); comes back in Job.pool
 
 

@@ -15,13 +15,18 @@ cannot be found out, the gang is left running.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
+import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from airflow.triggers.base import BaseTrigger, TriggerEvent
+
+if TYPE_CHECKING:
+    from airflow_gpu.driver import Driver
 
 KILL_ANSWER_LIMIT = 10.0
 """Seconds that Airflow may take to say what became of the task."""
@@ -29,8 +34,23 @@ KILL_ANSWER_LIMIT = 10.0
 READ_LIMIT = 600.0
 """Seconds for which a run directory that cannot be read (yet) is tried again."""
 
+_LOG = logging.getLogger(__name__)
+
 _KILLS: set[asyncio.Task[None]] = set()
 """Kills under way; the event loop itself holds tasks weakly."""
+
+
+async def _see_to_the_end(driver: Driver) -> None:
+    """Until what was told to end is over, and written down as over. A sweep does it where this process ends before."""
+    from airflow_gpu.driver import SupersededError
+
+    driver.world = replace(driver.world, say=_LOG.info, rank_log=lambda _: None)
+    try:
+        await driver.run()
+    except SupersededError:
+        pass  # a newer try has taken over, and sees to it
+    except Exception as error:
+        _LOG.warning("the end of %s could not be seen to: %r", driver.journal.path, error)
 
 
 class GangTrigger(BaseTrigger):
@@ -75,7 +95,7 @@ class GangTrigger(BaseTrigger):
             {name: value for name, value in arguments.items() if value not in ("", 0, None)},
         )
 
-    async def _driver(self) -> Any:
+    async def _driver(self) -> Driver:
         from airflow_gpu.driver import Driver
         from airflow_gpu.gang.spec import Gang
         from airflow_gpu.hooks.world import airflow_world, state_store
@@ -116,6 +136,7 @@ class GangTrigger(BaseTrigger):
         except SupersededError as error:
             yield TriggerEvent({"outcome": "superseded", "message": str(error)})
             return
+        assert verdict is not None
         yield TriggerEvent(event_of(verdict))
 
     async def on_kill(self) -> None:
@@ -165,3 +186,8 @@ class GangTrigger(BaseTrigger):
         )
         if not stopped:
             self.log.info("a newer try of the task has the run, or nothing runs; nothing to end")
+            return
+        # Airflow is done with this trigger, and its log is closed: the end is seen to from a context of its own.
+        closing = contextvars.Context().run(asyncio.get_running_loop().create_task, _see_to_the_end(driver))
+        _KILLS.add(closing)
+        closing.add_done_callback(_KILLS.discard)

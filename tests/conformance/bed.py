@@ -73,7 +73,10 @@ class Played:
 
     async def verdict(self) -> Verdict:
         assert self.task is not None
-        found = await asyncio.wait_for(asyncio.shield(self.task), self.bed.limit)
+        try:
+            found = await asyncio.wait_for(asyncio.shield(self.task), self.bed.limit)
+        except TimeoutError:
+            raise AssertionError(f"no verdict within {self.bed.limit} s: {self.said[-12:]}") from None
         assert found is not None
         return found
 
@@ -138,8 +141,10 @@ async def play(
     try_number: int = 1,
     max_tries: int = 0,
     secret_values: Mapping[str, str] | None = None,
+    targets: Mapping[str, Target] | None = None,
+    seed: Any = None,
 ) -> Played:
-    """Own a run and make its driver; ``Played.start`` sets it going."""
+    """Own a run and make its driver; ``Played.start`` sets it going. ``targets``: several, by their names."""
     store = Store(f"file://{state}")
     chosen = target or bed.target
     # A name of its own for each test: the platform remembers earlier ones.
@@ -153,14 +158,15 @@ async def play(
         digest=gang.digest(),
         deadline=None,
         now=time.time(),
+        seed=seed,
     )
     played: Played
     said: list[str] = []
     log: list[str] = []
-    watcher = Watcher(chosen, POLL)
+    watchers = {id(one): Watcher(one, POLL) for one in [chosen, *(targets or {}).values()]}
 
-    async def named(_: str) -> Target:
-        return chosen
+    async def named(name: str) -> Target:
+        return targets[name] if targets is not None else chosen
 
     async def values(references: Mapping[str, str]) -> Mapping[str, str]:
         return {name: (secret_values or {})[name] for name in references}
@@ -170,7 +176,7 @@ async def play(
         sleep=asyncio.sleep,
         target=named,
         channel_store=Store,
-        watcher=lambda _: watcher,
+        watcher=lambda of: watchers[id(of)],
         secrets=values,
         say=said.append,
         rank_log=log.append,

@@ -42,8 +42,18 @@ def only(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries({}, optional=fields)
 
 
-PLACEMENTS = only(max_wait=DURATIONS, start_timeout=DURATIONS, deadline=st.none() | DURATIONS)
-CHECKPOINTINGS = only(interval=st.none() | DURATIONS, keep=st.integers(min_value=1, max_value=50))
+PLACEMENTS = only(
+    max_wait=DURATIONS,
+    move_after=st.none() | DURATIONS,
+    start_timeout=DURATIONS,
+    deadline=st.none() | DURATIONS,
+)
+CHECKPOINTINGS = only(
+    interval=st.none() | DURATIONS,
+    keep=st.integers(min_value=1, max_value=50),
+    on_change=st.sampled_from(["fresh", "resume"]),
+    continue_previous=st.booleans(),
+)
 RECOVERIES = only(
     preemptions=st.none() | COUNTS,
     node_failures=st.none() | COUNTS,
@@ -85,6 +95,7 @@ def arguments(draw: st.DrawFn) -> dict[str, Any]:
             | st.floats(min_value=0.01, max_value=10**5)
             | st.just({"hours": 3, "accelerator": "H100"}),
             priority=st.integers(min_value=-100, max_value=100),
+            backfill_priority=st.none() | st.integers(min_value=-100, max_value=100),
             topology=st.none() | NAMES,
             targets=st.from_regex(r"[a-z_]{1,9}", fullmatch=True)
             | st.lists(st.from_regex(r"[a-z_]{1,9}", fullmatch=True), min_size=1, max_size=4),

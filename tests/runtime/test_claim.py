@@ -424,6 +424,6 @@ def test_nothing_begins_from_nothing_in_silence(tmp_path: Path, there: Path) -> 
     import shutil
 
     shutil.rmtree(there / "checkpoints")
-    with pytest.raises(NotClaimed, match="step 30.*cannot be read on this node"):
+    with pytest.raises(NotClaimed, match=r"step 30.*cannot be read on this node"):
         seeded(tmp_path, 2, 30)
     assert not (tmp_path / "here/lives").exists()

@@ -216,6 +216,7 @@ class LocalTarget:
 
     def _cancel(self, job: JobRef, grace: float) -> None:
         with self._errors():
+            self._client.make(self.config.cluster())  # else a folder that is away would look like a job that is gone
             spec = submission.find(self._client.folder, job.name)
             if spec is None or not submission.is_ours(spec, job.labels, job.digest):
                 return
@@ -262,6 +263,9 @@ class LocalTarget:
                 f"image {image!r} was asked for; no containers here" if image else impossible(nodes, request)
             )
             names = sorted({node.accelerator for node in able if node.accelerator})
+            usable = [node for node in able if node.usable]
+            short = impossible(usable, request) if not reason else ""
+            blocked = f"{len(usable)} of {len(able)} nodes are up: {short}" if short else ""
             declared = self.config.gpus_per_node is not None
             return Offer(
                 target=self.name,
@@ -275,6 +279,7 @@ class LocalTarget:
                 free_nodes=0 if reason or behind else len(free.fitting(request)),
                 total_nodes=len(able),
                 reason=reason,
+                blocked=blocked,
             )
 
     @staticmethod

@@ -1,0 +1,105 @@
+"""Where an attempt goes: asks the targets, remembers what they did to this run, and looks for a better place.
+
+Purpose: the part of the driver that talks to *all* targets of a list. Choosing
+itself is :mod:`airflow_gpu.placement`; this asks, keeps what was answered for a
+while, and finds what an earlier run directory has left on a target.
+
+What it does not do: decide whether there is another attempt, or journal.
+
+Limits: only targets that answer are looked through for leftovers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+
+from airflow_gpu.gang.identity import RunKey, labels
+from airflow_gpu.gang.run import Attempt, Run
+from airflow_gpu.gang.spec import Gang
+from airflow_gpu.placement.choose import Decision, choose, startable
+from airflow_gpu.placement.memory import remember
+from airflow_gpu.targets.base import Listed, NotConfigured, Offer, Target, TargetError
+from airflow_gpu.targets.watch import bounded
+
+LOOK_ELSEWHERE = 60.0
+"""Seconds between two looks for a target that could start a gang which waits in the queue of another."""
+
+Resolve = Callable[[str], Awaitable[Target]]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the targets of a list answered. ``errors`` names those that did not; ``passing``: some of them may later."""
+
+    targets: Mapping[str, Target]
+    offers: tuple[Offer, ...]
+    errors: Mapping[str, str]
+    passing: bool
+
+    def decide(self, gang: Gang, run: Run, epoch: int, now: float) -> Decision:
+        """The target for the next attempt of this owner."""
+        return choose(gang, self.offers, self.errors, remember(run, epoch, now))
+
+
+async def ask(gang: Gang, resolve: Resolve) -> Asked:
+    """Ask every target of the list what it could give the gang."""
+    targets: dict[str, Target] = {}
+    offers: list[Offer] = []
+    errors: dict[str, str] = {}
+    passing = False  # a target that does not answer may do so later; one that is not there will not
+    for name in gang.targets:
+        try:
+            targets[name] = await resolve(name)
+            # By the name under which it was listed, whatever the target calls itself.
+            offers += [replace(o, target=name) for o in await bounded(targets[name].offers(gang), name)]
+        except TargetError as error:
+            targets.pop(name, None)
+            errors[name] = str(error)
+            passing = passing or not isinstance(error, NotConfigured)
+    return Asked(targets, tuple(offers), errors, passing)
+
+
+class Elsewhere:
+    """Looks, from time to time, whether another target could start a gang that waits."""
+
+    def __init__(self, gang: Gang, resolve: Resolve) -> None:
+        self._gang = gang
+        self._resolve = resolve
+        self._at: tuple[int, float] = (0, 0.0)
+        self._found = ("", "")
+
+    async def look(self, run: Run, attempt: Attempt, epoch: int, now: float) -> tuple[str, str]:
+        """A target that could start it at once (else empty), and why the attempt's own does not (else empty)."""
+        if len(self._gang.targets) < 2 or self._gang.placement.move_after is None:
+            return "", ""
+        if self._at[0] == attempt.number and now - self._at[1] < LOOK_ELSEWHERE:
+            return self._found
+        asked = await ask(self._gang, self._resolve)
+        own = [offer for offer in asked.offers if offer.target == attempt.target]
+        blocked = next((offer.blocked or offer.reason for offer in own if offer.blocked or offer.reason), "")
+        chosen = asked.decide(self._gang, run, epoch, now).chosen
+        better = chosen is not None and chosen.target != attempt.target and startable(chosen, self._gang)
+        self._at = (attempt.number, now)
+        self._found = (chosen.target if chosen is not None and better else "", blocked)
+        return self._found
+
+
+async def leftovers(asked: Asked, key: RunKey, incarnation: str) -> list[tuple[Target, Listed]]:
+    """Living jobs of this task instance from another run directory: its journal is lost, so nobody else ends them.
+
+    :raises TargetError: a target that has just made an offer does not list its jobs.
+    """
+    mine = labels(key, incarnation, 1, "")
+    wanted = {
+        name: value
+        for name, value in mine.items()
+        if name.rpartition("/")[2] not in ("incarnation", "attempt", "digest")
+    }
+    found = []
+    for name, target in asked.targets.items():
+        for listed in await bounded(target.inventory(wanted), name):
+            ours = listed.ref.labels.get("airflow-gpu/incarnation") == mine["airflow-gpu/incarnation"]
+            if not ours and not listed.sighting.state.ended:
+                found.append((target, listed))
+    return found

@@ -36,7 +36,7 @@ def test_what_changed_is_named() -> None:
         "env.A",
         "env.B",
     ]
-    assert changes(BEFORE, Gang(script="train").to_dict()) == ["command", "script", "env"]
+    assert changes(BEFORE, Gang(script="train").to_dict()) == ["command", "script", "env.A", "env.B"]
 
 
 def one(rate, gang=None):

@@ -18,9 +18,19 @@ def get_provider_info() -> dict[str, Any]:
                 "tags": ["software"],
             }
         ],
-        "operators": [{"integration-name": "GPU gangs", "python-modules": ["airflow_gpu.operators.gang"]}],
+        "operators": [
+            {
+                "integration-name": "GPU gangs",
+                "python-modules": ["airflow_gpu.operators.gang", "airflow_gpu.operators.sweep"],
+            }
+        ],
         "hooks": [{"integration-name": "GPU gangs", "python-modules": ["airflow_gpu.hooks.local"]}],
-        "triggers": [{"integration-name": "GPU gangs", "python-modules": ["airflow_gpu.triggers.gang"]}],
+        "triggers": [
+            {
+                "integration-name": "GPU gangs",
+                "python-modules": ["airflow_gpu.triggers.gang", "airflow_gpu.triggers.sweep"],
+            }
+        ],
         "connection-types": [
             {
                 "connection-type": "gpu_local",
@@ -71,6 +81,11 @@ def get_provider_info() -> dict[str, Any]:
                         "s3://bucket/gangs",
                     ),
                     "state_conn_id": _option("Connection with the credentials of state_uri.", "aws_default"),
+                    "targets": _option(
+                        "Connections that a sweep always asks for gangs that were left behind, beside those that "
+                        "run directories name: ids with commas.",
+                        "slurm_h100,spot_cluster",
+                    ),
                     "poll_interval": _option("Seconds between two looks at a target.", "5", "5"),
                 },
             }

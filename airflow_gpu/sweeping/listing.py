@@ -1,0 +1,139 @@
+"""All run directories of an installation, cheaply: one listing, and nothing is read.
+
+Purpose: a state store may hold 100,000 run directories of which a handful
+matter. One pass says for each how many journal entries it has and when the
+newest was written, so that only what has moved lately is read.
+
+How: an object store is listed flat, 1000 names a request. Where journals and
+channels share a store, folders of checkpoints and logs are jumped over as soon
+as a page shows nothing else. A local folder is walked, and only where journals
+can be.
+
+Limits: times are the store's own and serve to leave out what is old. What is
+left out here and lives all the same is found by its target.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import obstore
+
+from airflow_gpu.gang.identity import segment
+from airflow_gpu.rundir.store import Store
+
+PAGE = 1000
+"""Names in one answer of an object store."""
+
+_ENTRY = re.compile(r"^(\d{6,})\.json$")
+_JOURNAL = re.compile(r"^(v1/[^/]+/[^/]+/[^/]+/[^/]+/[^/]+/[^/]+)/(journal/(\d{6,})\.json|run\.json)$")
+_RUN = re.compile(r"^(v1/[^/]+/[^/]+/[^/]+/[^/]+/[^/]+/[^/]+)/([^/]+)/")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """One run directory. ``entries`` is the number of its newest journal entry, ``touched`` when that was written."""
+
+    path: str
+    entries: int
+    touched: float
+
+    @property
+    def slot(self) -> str:
+        return self.path.rpartition("/")[0]
+
+    @property
+    def incarnation(self) -> str:
+        return self.path.rpartition("/")[2]
+
+
+async def run_dirs(store: Store, installation: str) -> dict[str, RunDir]:
+    """Every run directory of the installation, by its path.
+
+    :raises StoreError: the store cannot be listed: then nothing is known.
+    """
+    prefix = f"v1/{segment(installation)}"
+    parts = urlsplit(store.uri)
+    if parts.scheme == "file":
+        root = Path(unquote(parts.path))
+        return await asyncio.to_thread(lambda: {run.path: run for run in _walk(root, prefix)})
+    # The store's own way of retrying and of wording its errors.
+    return await store._retry(lambda: _flat(store._reader(), prefix), prefix)
+
+
+def _flat(reader: Any, prefix: str) -> dict[str, RunDir]:
+    found: dict[str, RunDir] = {}
+    offset: str | None = None
+    while True:
+        jump = None
+        for page in obstore.list(reader, prefix, offset=offset, chunk_size=PAGE):
+            useful = False
+            for meta in page:
+                match = _JOURNAL.match(meta["path"])
+                if match is None:
+                    continue
+                useful = True
+                _note(found, match[1], int(match[3] or 0), meta["last_modified"].timestamp())
+            jump = None if useful else _behind(page[-1]["path"] if page else "")
+            if jump is not None:
+                break
+        if jump is None:
+            return found
+        offset = jump
+
+
+def _behind(path: str) -> str | None:
+    """Where to go on when a whole page showed nothing but one folder of a run directory: behind that folder."""
+    match = _RUN.match(path)
+    return f"{match[1]}/{match[2]}/~" if match else None  # "~" comes after all that a store's path may have
+
+
+def _note(found: dict[str, RunDir], path: str, entry: int, at: float) -> None:
+    if path.endswith("/incarnations"):
+        return
+    before = found.get(path)
+    if before is None or entry >= before.entries:
+        found[path] = RunDir(path, entry, at)
+
+
+def _walk(root: Path, prefix: str) -> Iterator[RunDir]:
+    # dag, run, task, map, incarnation
+    level = [prefix]
+    for _ in range(5):
+        level = [f"{path}/{name}" for path in level for name in _folders(root / path)]
+    for path in level:
+        if path.endswith("/incarnations"):
+            continue
+        newest, at = 0, None
+        journal = root / path / "journal"
+        for entry in _scan(journal):
+            match = _ENTRY.match(entry.name)
+            if match is not None and int(match[1]) > newest:
+                newest = int(match[1])
+        for name in (f"journal/{newest:06d}.json", "run.json"):
+            try:
+                at = os.stat(root / path / name).st_mtime
+                break
+            except OSError:
+                continue
+        if at is not None:
+            yield RunDir(path, newest, at)
+
+
+def _folders(path: Path) -> list[str]:
+    return sorted(entry.name for entry in _scan(path) if entry.is_dir())
+
+
+def _scan(path: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -1,7 +1,14 @@
-"""A real Airflow, as processes: API server, scheduler, dag processor, triggerer, on SQLite.
+"""A real Airflow, as processes: API server, scheduler, dag processor, triggerer.
 
-Used by the demo and by the tests. Everything lies below one folder; every
-process that is started here is ended by its pid.
+Purpose: for the demo (on SQLite) and for the tests (on PostgreSQL, as in
+production). Each component can be killed, halted and started again on its own.
+
+What it does not do: hold a database server for several Airflows; give each the
+same :class:`~tests.beds.postgres.Postgres` for that. What a person does in the
+UI is in :mod:`tests.beds.api`.
+
+Limits: everything but the database server lies below one folder; every process
+that is started here is ended by its pid.
 """
 
 from __future__ import annotations
@@ -10,37 +17,54 @@ import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import httpx
 
+from tests.beds.api import AirflowApi
+from tests.beds.ports import free_port
+from tests.beds.postgres import Postgres
+
 START_LIMIT = 180.0
-ENDED = ("success", "failed", "skipped", "upstream_failed", "removed")
+MIGRATED = "airflow_empty"
+"""A database of a server that holds Airflow's tables and nothing else: the next one is a copy of it."""
+
+COMPONENTS: dict[str, tuple[str, ...]] = {
+    "api-server": ("api-server",),
+    "scheduler": ("scheduler", "--skip-serve-logs"),
+    "dag-processor": ("dag-processor",),
+    "triggerer": ("triggerer", "--skip-serve-logs"),
+    "triggerer-2": ("triggerer", "--skip-serve-logs"),
+}
+USUAL = ("api-server", "scheduler", "dag-processor", "triggerer")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-class AirflowBed:
+class AirflowBed(AirflowApi):
     """One Airflow below ``home``. ``dags`` are copied nowhere: the folder is used as it is.
+
+    :param database: ``sqlite``, ``postgresql`` (a server of its own), or a
+        server that several share, with a database of its own there.
 
     Example::
 
         with AirflowBed(tmp, dags) as bed:
             run = bed.trigger("my_dag")
-            assert bed.wait(run)["state"] == "success"
+            assert bed.wait("my_dag", run) == "success"
     """
 
-    def __init__(self, home: Path, dags: Path, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        home: Path,
+        dags: Path,
+        env: Mapping[str, str] | None = None,
+        database: str | Postgres = "sqlite",
+    ) -> None:
+        super().__init__()
         self.home = home
         self.port = free_port()
         self.password = secrets.token_urlsafe(12)
@@ -48,6 +72,11 @@ class AirflowBed:
         home.mkdir(parents=True, exist_ok=True)
         (home / "passwords.json").write_text(json.dumps({"admin": self.password}))
         self.url = f"http://127.0.0.1:{self.port}"
+        self.database = f"airflow_{secrets.token_hex(4)}"
+        self.server = database if isinstance(database, Postgres) else None
+        self._own = Postgres() if database == "postgresql" else None
+        if database not in ("sqlite", "postgresql") and self.server is None:
+            raise ValueError(f"database is 'sqlite', 'postgresql' or a server, got {database!r}")
         clean = {k: v for k, v in os.environ.items() if not k.startswith("AIRFLOW")}
         self.env = {
             **clean,
@@ -78,9 +107,8 @@ class AirflowBed:
             "PYTHONWARNINGS": "ignore",
             **(env or {}),
         }
-        self._client: httpx.Client | None = None
 
-    # -- processes -------------------------------------------------------------------------------
+    # -- from nothing to healthy, and away ---------------------------------------------------------
 
     def __enter__(self) -> AirflowBed:
         try:
@@ -95,6 +123,28 @@ class AirflowBed:
 
     def up(self) -> None:
         """From an empty folder to a healthy Airflow."""
+        if self._own is not None:
+            self._own.up()
+            self.server = self._own
+        if self.server is None:
+            self._migrate()
+        else:
+            self._use(MIGRATED)
+            if not self.server.has(MIGRATED):
+                self.server.create(MIGRATED)
+                self._migrate()
+            self.server.create(self.database, template=MIGRATED)
+            self._use(self.database)
+        for name in USUAL:
+            self.start(name)
+        self.wait_healthy()
+
+    def _use(self, database: str) -> None:
+        assert self.server is not None
+        for option, driver in (("", "postgresql+psycopg2"), ("_ASYNC", "postgresql+asyncpg")):
+            self.env[f"AIRFLOW__DATABASE__SQL_ALCHEMY_CONN{option}"] = self.server.url(database, driver)
+
+    def _migrate(self) -> None:
         subprocess.run(
             [sys.executable, "-m", "airflow", "db", "migrate"],
             env=self.env,
@@ -102,27 +152,38 @@ class AirflowBed:
             stdout=self._log("migrate"),
             stderr=subprocess.STDOUT,
         )
-        self.start("api-server", "api-server")
-        self.start("scheduler", "scheduler", "--skip-serve-logs")
-        self.start("dag-processor", "dag-processor")
-        self.start("triggerer", "triggerer", "--skip-serve-logs")
-        self._until(self._healthy, "a healthy Airflow")
 
-    def start(self, name: str, *command: str) -> None:
-        self.processes[name] = subprocess.Popen(
-            [sys.executable, "-m", "airflow", *command],
-            env=self.env,
-            stdout=self._log(name),
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    def down(self) -> None:
+        for name in list(self.processes):
+            self.stop(name)
+        self.close()
+        if self._own is not None:
+            self._own.down()
 
-    def stop(self, name: str, sig: int = signal.SIGTERM, limit: float = 8.0) -> None:
+    # -- components --------------------------------------------------------------------------------
+
+    def start(self, name: str) -> None:
+        """Start a component, see COMPONENTS."""
+        if name in self.processes:
+            raise RuntimeError(f"{name} runs already")
+        out = self._log(name)
+        try:
+            self.processes[name] = subprocess.Popen(
+                [sys.executable, "-m", "airflow", *COMPONENTS[name]],
+                env=self.env,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        finally:
+            os.close(out)
+
+    def stop(self, name: str, limit: float = 8.0) -> None:
         """End one component with everything it started."""
         process = self.processes.pop(name, None)
         if process is None:
             return
-        for wanted in (sig, signal.SIGKILL):
+        for wanted in (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(process.pid, wanted)
             except ProcessLookupError:
@@ -133,17 +194,27 @@ class AirflowBed:
             except subprocess.TimeoutExpired:
                 continue
         # Children of the component (workers of the scheduler) are in its group.
+        self._end_group(process)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL for one component and everything it started, at once: a machine that lost its power."""
+        self._end_group(self.processes.pop(name))
+
+    @staticmethod
+    def _end_group(process: subprocess.Popen[bytes]) -> None:
         try:
             os.killpg(process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        process.wait(limit)
+        process.wait(10)
 
-    def down(self) -> None:
-        for name in list(self.processes):
-            self.stop(name)
-        if self._client is not None:
-            self._client.close()
+    def halt(self, name: str) -> None:
+        """SIGSTOP: the component is alive, but does nothing; a machine that is not reached for a while."""
+        os.killpg(self.processes[name].pid, signal.SIGSTOP)
+
+    def resume(self, name: str) -> None:
+        """SIGCONT: it goes on where it was, and does not know that time has passed."""
+        os.killpg(self.processes[name].pid, signal.SIGCONT)
 
     def _log(self, name: str) -> int:
         (self.home / "out").mkdir(exist_ok=True)
@@ -153,150 +224,61 @@ class AirflowBed:
         path = self.home / "out" / f"{name}.log"
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
 
-    def _until(self, done: Callable[[], Any], what: str, limit: float = START_LIMIT) -> Any:
-        end = time.monotonic() + limit
-        while True:
-            answer = done()
-            if answer:
-                return answer
-            for name, process in self.processes.items():
-                if process.poll() is not None:
-                    raise RuntimeError(f"{name} ended with {process.returncode}:\n{self.tail(name)}")
-            if time.monotonic() > end:
-                raise TimeoutError(f"no {what} after {limit:.0f} s")
-            time.sleep(0.3)
+    def check(self) -> None:
+        for name, process in self.processes.items():
+            if process.poll() is not None:
+                raise RuntimeError(f"{name} ended with {process.returncode}:\n{self.tail(name)}")
 
-    def _healthy(self) -> bool:
+    # -- health ------------------------------------------------------------------------------------
+
+    def wait_healthy(self, *parts: str, limit: float = START_LIMIT) -> None:
+        """Until these parts (all, if none are named) have sent a heartbeat since now."""
+        wanted = parts or ("metadatabase", "scheduler", "triggerer", "dag_processor")
+        since = time.time()
+
+        def healthy() -> bool:
+            health = self.health()
+            return all(_fresh(health.get(part) or {}, part, since) for part in wanted)
+
+        self.until(healthy, f"healthy {', '.join(wanted)}", limit)
+
+    def health(self) -> dict[str, dict[str, str]]:
+        """What the API server says; nothing when it does not answer."""
         try:
             health = httpx.get(f"{self.url}/api/v2/monitor/health", trust_env=False, timeout=5).json()
         except (httpx.HTTPError, ValueError):
-            return False
-        parts = ("metadatabase", "scheduler", "triggerer", "dag_processor")
-        return all((health.get(part) or {}).get("status") == "healthy" for part in parts)
+            return {}
+        return health if isinstance(health, dict) else {}
 
-    # -- the API ---------------------------------------------------------------------------------
+    # -- the database ------------------------------------------------------------------------------
 
-    @property
-    def client(self) -> httpx.Client:
-        if self._client is None:
-            answer = httpx.post(
-                f"{self.url}/auth/token",
-                json={"username": "admin", "password": self.password},
-                trust_env=False,
-                timeout=30,
-            )
-            answer.raise_for_status()
-            token = answer.json()["access_token"]
-            self._client = httpx.Client(
-                base_url=self.url, headers={"Authorization": f"Bearer {token}"}, trust_env=False, timeout=30
-            )
-        return self._client
+    def sql(self, statement: str) -> list[list[str]]:
+        """One statement on the metadata database; its rows as text. PostgreSQL only."""
+        assert self.server is not None
+        return self.server.sql(self.database, statement)
 
-    def get(self, path: str, **params: Any) -> Any:
-        answer = self.client.get(f"/api/v2{path}", params=params)
-        answer.raise_for_status()
-        return answer.json()
+    def backup(self) -> Path:
+        """A dump of the metadata database as of now. PostgreSQL only."""
+        assert self.server is not None
+        return self.server.dump(self.database)
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Any:
-        answer = self.client.post(f"/api/v2{path}", json=body)
-        if answer.is_error:
-            raise RuntimeError(f"{path}: {answer.status_code} {answer.text}")
-        return answer.json()
+    def restore(self, backup: Path) -> None:
+        """Put an older database back, as an operator does: with everything stopped that uses it."""
+        assert self.server is not None
+        running = list(self.processes)
+        for name in running:
+            self.stop(name)
+        self.close()
+        self.server.restore(self.database, backup)
+        for name in running:
+            self.start(name)
+        self.wait_healthy()
 
-    def patch(self, path: str, body: Mapping[str, Any]) -> Any:
-        answer = self.client.patch(f"/api/v2{path}", json=body)
-        if answer.is_error:
-            raise RuntimeError(f"{path}: {answer.status_code} {answer.text}")
-        return answer.json()
 
-    def wait_dag(self, dag_id: str, limit: float = 90.0) -> None:
-        """Until the dag processor has read it; then it is not paused."""
-
-        def there() -> bool:
-            return bool(self.client.get(f"/api/v2/dags/{dag_id}").status_code == 200)
-
-        self._until(there, f"DAG {dag_id}", limit)
-        self.patch(f"/dags/{dag_id}", {"is_paused": False})
-
-    def import_errors(self) -> dict[str, str]:
-        return {e["filename"]: e["stack_trace"] for e in self.get("/importErrors")["import_errors"]}
-
-    def trigger(self, dag_id: str, conf: Mapping[str, Any] | None = None) -> str:
-        self.wait_dag(dag_id)
-        return str(
-            self.post(f"/dags/{dag_id}/dagRuns", {"conf": dict(conf or {}), "logical_date": None})[
-                "dag_run_id"
-            ]
-        )
-
-    def run_state(self, dag_id: str, run_id: str) -> str:
-        return str(self.get(f"/dags/{dag_id}/dagRuns/{run_id}")["state"])
-
-    def tasks(self, dag_id: str, run_id: str) -> dict[tuple[str, int], dict[str, Any]]:
-        found = self.get(f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances", limit=100)["task_instances"]
-        return {(ti["task_id"], ti["map_index"]): ti for ti in found}
-
-    def task(self, dag_id: str, run_id: str, task_id: str, map_index: int = -1) -> dict[str, Any]:
-        return self.tasks(dag_id, run_id)[(task_id, map_index)]
-
-    def wait(self, dag_id: str, run_id: str, limit: float = 180.0) -> str:
-        """Until the run has ended; its state."""
-
-        def ended() -> str | None:
-            state = self.run_state(dag_id, run_id)
-            return state if state in ("success", "failed") else None
-
-        return str(self._until(ended, f"end of {dag_id}/{run_id}", limit))
-
-    def wait_task(
-        self, dag_id: str, run_id: str, task_id: str, *states: str, map_index: int = -1, limit: float = 90.0
-    ) -> dict[str, Any]:
-        """Until the task instance is in one of the states."""
-
-        def there() -> dict[str, Any] | None:
-            ti = self.tasks(dag_id, run_id).get((task_id, map_index))
-            return ti if ti and ti["state"] in states else None
-
-        found: dict[str, Any] = self._until(there, f"{task_id} in {states}", limit)
-        return found
-
-    def log(self, dag_id: str, run_id: str, task_id: str, try_number: int = 1, map_index: int = -1) -> str:
-        """The task's log as the UI shows it."""
-        body = self.client.get(
-            f"/api/v2/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/logs/{try_number}",
-            params={"map_index": map_index, "full_content": True},
-            headers={"Accept": "application/json"},
-        ).json()
-        lines = []
-        for item in body.get("content") or []:
-            lines.append(item.get("event", "") if isinstance(item, dict) else str(item))
-            for detail in (item.get("error_detail") or []) if isinstance(item, dict) else []:
-                lines.append(f"{detail.get('exc_type')}: {detail.get('exc_value')}")
-        return "\n".join(lines)
-
-    def xcom(
-        self, dag_id: str, run_id: str, task_id: str, key: str = "return_value", map_index: int = -1
-    ) -> Any:
-        answer = self.client.get(
-            f"/api/v2/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}/xcomEntries/{key}",
-            params={"map_index": map_index, "deserialize": True},
-        )
-        if answer.status_code == 404:
-            return None
-        answer.raise_for_status()
-        return answer.json()["value"]
-
-    def clear(self, dag_id: str, run_id: str, *task_ids: str) -> None:
-        self.post(
-            f"/dags/{dag_id}/clearTaskInstances",
-            {
-                "dry_run": False,
-                "dag_run_id": run_id,
-                "task_ids": list(task_ids),
-                "only_failed": False,
-                "reset_dag_runs": True,
-            },
-        )
-
-    def mark(self, dag_id: str, run_id: str, task_id: str, state: str) -> None:
-        self.patch(f"/dags/{dag_id}/dagRuns/{run_id}/taskInstances/{task_id}", {"new_state": state})
+def _fresh(part: Mapping[str, str], name: str, since: float) -> bool:
+    if part.get("status") != "healthy":
+        return False
+    beat = part.get(f"latest_{name}_heartbeat")
+    if name == "metadatabase" or beat is None:
+        return name == "metadatabase"
+    return datetime.fromisoformat(beat).timestamp() >= since

@@ -10,7 +10,7 @@ import pytest
 
 from airflow_gpu.gang import lifecycle
 from airflow_gpu.gang.lifecycle import step
-from airflow_gpu.gang.run import Attempt, Cause, Failure, Life, Observation, Owner, Run, State
+from airflow_gpu.gang.run import Attempt, Cause, Failure, Life, Observation, Outcome, Owner, Run, State, Stop
 from airflow_gpu.gang.spec import Gang, Placement
 from tests.gang.simulation import Broken, Sim
 
@@ -196,8 +196,6 @@ def test_preemption_with_progress_goes_on_at_once() -> None:
 
 
 def test_no_retry_is_spent_on_infrastructure_but_an_error_ends_it() -> None:
-    from airflow_gpu.gang.run import Outcome
-
     run = _run(outcome=Outcome(cause=Cause.APPLICATION, at=100.0, detail="rank 3 exited with 1"))
     action = step(run, GANG, None, 100.0, 1)
     assert action == lifecycle.Finish("failed", Cause.APPLICATION, "rank 3 exited with 1")
@@ -230,3 +228,96 @@ def test_why_it_ended(seen: dict[str, object], cause: Cause) -> None:
     action = step(_run(), GANG, replace(_seen(State.FAILED), **seen), 1.0, 1)  # type: ignore[arg-type]
     assert isinstance(action, lifecycle.Close)
     assert action.outcome.cause is cause
+
+
+# -- several targets -------------------------------------------------------------------------------
+
+SEVERAL = Gang(
+    command="true",
+    targets=["t", "u"],
+    placement={"move_after": "10m", "max_wait": "2h"},
+    recovery={"unreachable": "move", "unknown_limit": "1h"},
+)
+
+
+def test_a_gang_that_waits_moves_when_another_target_could_start_it() -> None:
+    waits = _seen(State.QUEUED)
+    assert isinstance(step(_run(), SEVERAL, waits, 3000, 1), lifecycle.Watch), "nobody else could"
+    better = replace(waits, elsewhere="u")
+    assert step(_run(), SEVERAL, better, 599, 1) == lifecycle.Watch(_run().attempts[0], 600)
+    action = step(_run(), SEVERAL, better, 600, 1)
+    assert isinstance(action, lifecycle.RequestStop)
+    assert (action.reason, action.detail) == ("moved", "it waited 10 min; u can start it now")
+    drained = step(_run(), SEVERAL, replace(better, blocked="drained"), 1, 1)
+    assert isinstance(drained, lifecycle.RequestStop)
+    stays = Gang(command="true", targets=["t", "u"], placement={"move_after": None})
+    assert isinstance(step(_run(), stays, better, 3000, 1), lifecycle.Watch)
+
+
+@pytest.mark.parametrize("cause", [Cause.MOVED, Cause.QUEUED_TOO_LONG, Cause.REJECTED])
+def test_an_end_that_speaks_against_the_target_goes_on_elsewhere_at_once(cause: Cause) -> None:
+    run = _run(outcome=Outcome(cause=cause, at=100.0, epoch=1))
+    assert step(run, SEVERAL, None, 100.0, 1) == lifecycle.Start(2, resume=True)
+    if cause in (Cause.QUEUED_TOO_LONG, Cause.REJECTED):
+        assert isinstance(step(run, GANG.replace(targets=["t"]), None, 100.0, 1), lifecycle.Finish)
+    unreachable = _run(outcome=Outcome(cause=Cause.UNREACHABLE, at=100.0, epoch=1))
+    assert step(unreachable, SEVERAL, None, 200.0, 1) == lifecycle.Start(2, resume=True)
+
+
+def test_after_the_last_target_it_fails() -> None:
+    first = _run(outcome=Outcome(cause=Cause.QUEUED_TOO_LONG, at=100.0, epoch=1, detail="waited"))
+    second = replace(first.attempts[0], number=2, name="g-2", target="u")
+    action = step(replace(first, attempts=(*first.attempts, second)), SEVERAL, None, 100.0, 1)
+    assert action == lifecycle.Finish("failed", Cause.QUEUED_TOO_LONG, "waited")
+
+
+def test_many_moves_are_slowed_down_and_are_no_fruitless_starts() -> None:
+    moved = _run(outcome=Outcome(cause=Cause.MOVED, at=100.0, epoch=1)).attempts[0]
+    attempts = tuple(replace(moved, number=n, name=f"g-{n}") for n in range(1, 21))
+    action = step(replace(_run(), attempts=attempts), SEVERAL, None, 100.0, 1)
+    assert isinstance(action, lifecycle.Wait)
+    assert action.until > 600
+
+
+UNREACHABLE = Stop("unreachable", at=3600.0, epoch=1, detail="t does not answer")
+
+
+def test_out_of_reach_is_fenced_and_goes_on_only_when_its_ranks_have_ended() -> None:
+    """Or, as the author asked for, when they say nothing for long enough."""
+    lost = _seen(State.UNKNOWN, life=LIFE, world_size=2)
+    action = step(_run(), SEVERAL, lost, 3600, 1)
+    assert isinstance(action, lifecycle.RequestStop)
+    assert action.reason == "unreachable"
+    run = _run(stop=UNREACHABLE)
+    assert isinstance(step(run, SEVERAL, lost, 3601, 1), lifecycle.Cancel), "first it is fenced"
+    asked = replace(lost, asked=3601.0)
+    assert isinstance(step(run, SEVERAL, replace(asked, ranks_ended=1), 3700, 1), lifecycle.Cancel)
+    close = step(run, SEVERAL, replace(asked, ranks_ended=2), 3700, 1)
+    assert isinstance(close, lifecycle.Close)
+    assert close.outcome.cause is Cause.UNREACHABLE
+    limit = 3601 + SEVERAL.stop_grace + lifecycle.FENCE_LIMIT
+    assert isinstance(step(run, SEVERAL, asked, limit - 1, 1), lifecycle.Cancel)
+    assert isinstance(step(run, SEVERAL, asked, limit, 1), lifecycle.Close)
+
+
+def test_the_default_starts_nothing_in_place_of_what_is_out_of_reach() -> None:
+    stays = SEVERAL.replace(recovery={"unknown_limit": "1h"})
+    action = step(_run(), stays, _seen(State.UNKNOWN, life=LIFE), 3600, 1)
+    assert isinstance(action, lifecycle.Finish)
+    assert action.cause is Cause.LOST_SIGHT
+
+
+def test_a_persons_wish_stands_above_a_move() -> None:
+    from airflow_gpu.gang.entries import fold, stop_entry
+
+    run = _run(stop=Stop("moved", at=5.0, epoch=1))
+    entry = {
+        "v": 1,
+        "seq": 4,
+        "at": "1970-01-01T00:00:09.000Z",
+        "epoch": 1,
+        **stop_entry(1, "user", "enough"),
+    }
+    stop = fold(run, entry).attempts[0].stop
+    assert stop is not None
+    assert (stop.reason, stop.at) == ("user", 5.0)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 from airflow_gpu.gang import lifecycle
@@ -34,14 +34,15 @@ from airflow_gpu.gang.identity import RunKey, attempt_name, run_path
 from airflow_gpu.gang.run import Attempt, Cause, Outcome, Seed, State, Verdict
 from airflow_gpu.gang.spec import Gang
 from airflow_gpu.observing import Observer
+from airflow_gpu.pacing import GLANCE, LOOK, Pace, Turns
 from airflow_gpu.placing import Asked, Elsewhere, ask, leftovers
 from airflow_gpu.record import build_record, describe
 from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.journal import Journal, LostRace
 from airflow_gpu.rundir.store import Store, StoreError
 from airflow_gpu.staging import job_for, ref_for, stage
-from airflow_gpu.targets.base import NameTaken, NotConfigured, Rejected, Target, TargetError
-from airflow_gpu.targets.watch import Watcher, bounded
+from airflow_gpu.targets.base import NameTaken, NotConfigured, Rejected, Sighting, Target, TargetError
+from airflow_gpu.targets.watch import NoAnswer, Watcher, bounded, differs
 from airflow_gpu.tasklog import RankLog
 
 KILL_ROUNDS = 5
@@ -49,6 +50,9 @@ KILL_ROUNDS = 5
 
 STOP_LIMIT = 600.0
 """Seconds for which a person's wish to end a gang is tried, when store or target do not answer."""
+
+CANCEL_EVERY = 30.0
+"""Seconds after which a target that still shows an attempt which is to end is asked again to end it."""
 
 PROGRESS_EVERY = 30.0
 """Seconds between two lines of the task log that say how far the gang is."""
@@ -70,7 +74,8 @@ class World:
 
     ``target`` answers the target for a connection id, ``channel_store`` the
     store at a channel's root URI, ``secrets`` resolves references to values at the
-    moment of a submit. ``say`` takes lines for people.
+    moment of a submit. ``say`` takes lines for people. ``pace`` is shared by all
+    drivers of a process.
     """
 
     clock: Callable[[], float]
@@ -82,6 +87,7 @@ class World:
     say: Callable[[str], None]
     rank_log: Callable[[str], None]
     poll: float = 5.0
+    pace: Pace = field(default_factory=Pace)
 
 
 class Driver:
@@ -107,6 +113,8 @@ class Driver:
         self._failing: float | None = None  # since when the current attempt could not be submitted
         self._channels: dict[str, Channel] = {}
         self._log = RankLog(world.rank_log)
+        self._turns = Turns(world.pace, world.poll)
+        self._told: tuple[int, float, Sighting | None] | None = None  # the newest cancel that was heard
         self._said = ""
         self._said_at = 0.0
         self._progressed = False
@@ -134,7 +142,7 @@ class Driver:
                 if now - broken >= limit:
                     raise
                 self._tell(f"trying again: {error}")
-                await self.world.sleep(self.world.poll)
+                await self.world.sleep(min(self._turns.left(LOOK), max(0.05, broken + limit - now)))
                 continue
             if verdict is not None:
                 return verdict
@@ -157,17 +165,17 @@ class Driver:
                 await self._start(number, resume)
             case lifecycle.Submit(attempt):
                 await self._submit(attempt)
-            case lifecycle.Watch(attempt):
-                await self._look(attempt)
+            case lifecycle.Watch(attempt, until):
+                await self._look(attempt, until)
             case lifecycle.Wait(until, why):
                 self._tell(why, f"; going on in {max(0.0, until - now):.0f} s")
-                await self.world.sleep(max(0.05, min(until - now, self.world.poll)))
+                await self.world.sleep(max(0.05, min(until - now, self._turns.left(GLANCE))))
             case lifecycle.RequestStop(attempt, reason, detail):
                 await self._append(stop_entry(attempt.number, reason, detail))
                 self._tell(f"attempt {attempt.number} is to end ({reason}): {detail}")
             case lifecycle.Cancel(attempt):
                 await self._cancel(attempt)
-                await self._look(attempt)
+                await self._look(attempt, None)
             case lifecycle.Close(attempt, outcome):
                 await self._close(attempt, outcome)
             case lifecycle.Finish(outcome, cause, message):
@@ -318,26 +326,42 @@ class Driver:
         blamed = [host for a in self.journal.run.attempts if a.outcome for host in a.outcome.blamed]
         return tuple(dict.fromkeys(blamed))
 
-    async def _look(self, attempt: Attempt) -> None:
-        """One observation of the attempt; rank 0's output goes into the task log."""
-        channel = self.channel(attempt)
-        sighting, trouble = None, ""
+    async def _look(self, attempt: Attempt, until: float | None = 0.0) -> None:
+        """One observation of the attempt, once there is reason for it; rank 0's output goes into the task log.
+
+        Reasons: the target shows something new, ``until`` has come (None: there
+        is no such moment), it is this gang's turn to be read, or it was never
+        looked at.
+        """
+        channel, target = self.channel(attempt), None
+        sighting, trouble, lasted = None, "", 0.0
+        queued = self._observer.queued
         try:
             target = await self.world.target(attempt.target)
-            sighting = await self.world.watcher(target).sighting(ref_for(self.key, self.incarnation, attempt))
-        except TargetError as error:
-            trouble = str(error)
-        seen = await self._observer.look(attempt, channel, sighting, trouble, self.world.clock())
-        if seen.state is State.QUEUED and attempt.stop is None:
-            better, blocked = await self._elsewhere.look(
-                self.journal.run, attempt, self.epoch, self.world.clock()
+            sighting = await self.world.watcher(target).sighting(
+                ref_for(self.key, self.incarnation, attempt),
+                known=self._observer.sighting,
+                within=self._patience(until),
             )
+        except TargetError as error:
+            trouble, lasted = str(error), error.lasted if isinstance(error, NoAnswer) else 0.0
+        now, before = self.world.clock(), self._observer.seen
+        same = sighting is not None and not differs(self._observer.sighting, sighting)
+        glance = queued and same and (until is None or now < until)
+        seen = await self._observer.look(
+            attempt, channel, sighting, trouble, now, lasted=lasted, glance=glance
+        )
+        if seen.state is State.QUEUED and attempt.stop is None:
+            better, blocked = await self._elsewhere.look(self.journal.run, attempt, self.epoch, now)
             seen = self._observer.note(elsewhere=better, blocked=blocked)
         if seen.life is not None:
             await self._log.follow(channel, seen.life, ended=seen.state.ended)
         if sighting is None:
-            self._tell(f"{attempt.target} does not answer, looking again: {trouble}")
-            await self.world.sleep(self.world.poll)
+            # Once: there may be thousands of gangs, and the words of an outage may change with each answer.
+            if before is None or before.native != seen.native:
+                self._tell(f"{attempt.target} does not answer, looking again: {trouble}")
+            if target is None:  # then nobody has waited yet
+                await self.world.sleep(max(0.05, self._patience(until)))
             return
         self._tell(*describe(attempt, seen, self._observer.evidence))
         known = sighting.platform_id and sighting.state not in (State.GONE, State.UNKNOWN)
@@ -345,11 +369,28 @@ class Driver:
             # The submit got there, its reply did not.
             await self._submitted(attempt, sighting.platform_id)
 
+    def _patience(self, until: float | None) -> float:
+        """Seconds for which the attempt may stay unread while nothing changes."""
+        if self._observer.seen is None:
+            return 0.0
+        # Not beyond unknown_limit: an error of the target comes to light at the end of the wait only.
+        wait = min(
+            self._turns.left(GLANCE if self._observer.queued else LOOK), self.gang.recovery.unknown_limit
+        )
+        return wait if until is None else max(0.0, min(wait, until - self.world.clock()))
+
     async def _cancel(self, attempt: Attempt) -> None:
-        self._observer.asked = self._observer.asked or self.world.clock()
+        """Ask for the end; again when the target shows something new without an end, and from time to time."""
+        now, shown = self.world.clock(), self._observer.sighting
+        self._observer.asked = self._observer.asked or now
         heard = self._observer.seen is None or self._observer.seen.state is not State.UNKNOWN
+        if self._told is not None and self._told[0] == attempt.number and now < self._told[1] + CANCEL_EVERY:
+            before = self._told[2]
+            if before is shown or (before is not None and shown is not None and not differs(before, shown)):
+                return
         try:
             await self._ask_to_end(attempt)
+            self._told = attempt.number, now, shown
         except TargetError as error:
             self._tell(f"{attempt.target} could not be asked to end attempt {attempt.number} yet: {error}")
             heard = False
@@ -367,6 +408,8 @@ class Driver:
         target = await self.world.target(attempt.target)
         since = attempt.stop.at if attempt.stop is not None else self.world.clock()
         ref = ref_for(self.key, self.incarnation, attempt)
+        # The run's own driver may be waiting in this process: it is to see the stop that was just journalled.
+        self.world.watcher(target).nudge(ref.name)
         await bounded(target.cancel(ref, grace=self.gang.stop_grace, since=since), attempt.target)
 
     async def _close(self, attempt: Attempt, outcome: Outcome) -> None:

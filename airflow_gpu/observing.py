@@ -5,7 +5,10 @@ what a single look cannot know: since when a state is seen, what an attempt was
 last said to be ending as, since when its end is asked for.
 
 Limits: it belongs to one driver. What it keeps is for limits on waiting and for
-words; nothing is safe or unsafe because of it.
+words; nothing is safe or unsafe because of it. While a gang waits in its
+platform's queue and has never lived there is nothing of it on the channel, so
+a glance (the target's word alone) stands for a look most of the time; a
+platform's word may lag, so every ``GLANCES``-th time the channel is read too.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from airflow_gpu.gang.run import Attempt, Observation, State
 from airflow_gpu.rundir.channel import Channel, Evidence
 from airflow_gpu.targets.base import Sighting
 
+GLANCES = 12
+"""Of so many looks at a gang that only waits in a queue, one reads the channel."""
+
 
 class Observer:
     """What one driver has seen of the current attempt."""
@@ -23,13 +29,21 @@ class Observer:
     def __init__(self) -> None:
         self.seen: Observation | None = None
         self.evidence = Evidence()
+        self.sighting: Sighting | None = None  # the target's newest word on the current attempt
         self.asked: float | None = None  # since when this driver has asked for the end
         self._since: tuple[str, float] = ("", 0.0)
         self._basis: tuple[int, float | None] | None = None
+        self._glances = 0
+
+    @property
+    def queued(self) -> bool:
+        """It waits in the platform's queue and has never lived: there is nothing of it on the channel."""
+        return self.seen is not None and self.seen.state is State.QUEUED and self.seen.life is None
 
     def forget(self) -> None:
         """The attempt is over, or another one begins."""
         self.seen, self.evidence, self.asked, self._basis = None, Evidence(), None, None
+        self.sighting = None
 
     def drop_if_stale(self, current: Attempt | None) -> None:
         """A look from before the submit was journalled says nothing of what was submitted."""
@@ -48,20 +62,40 @@ class Observer:
         self.seen = Observation(attempt=attempt.number, state=state, at=now, since=since, reason=reason)
 
     async def look(
-        self, attempt: Attempt, channel: Channel, sighting: Sighting | None, trouble: str, now: float
+        self,
+        attempt: Attempt,
+        channel: Channel,
+        sighting: Sighting | None,
+        trouble: str,
+        now: float,
+        *,
+        lasted: float = 0.0,
+        glance: bool = False,
     ) -> Observation:
-        """Put a sighting (None: the target could not be asked, because of ``trouble``) and the records together."""
+        """Put a sighting and the records together.
+
+        :param sighting: None when the target could not be asked, because of ``trouble``, for ``lasted`` seconds.
+        :param glance: nothing has changed and no limit has come, so the records of a gang that never lived may wait.
+        """
         ended = sighting is not None and sighting.state.ended
-        known = None if ended else self.evidence
-        found = await channel.evidence(attempt.number, ended=ended, known=known, seed=attempt.seed)
-        self.evidence = found
+        self._glances = self._glances + 1 if glance and self.queued and not ended else 0
+        if not self._glances or self._glances >= GLANCES:
+            self._glances = 0
+            known = None if ended else self.evidence
+            self.evidence = await channel.evidence(
+                attempt.number, ended=ended, known=known, seed=attempt.seed
+            )
+        found = self.evidence
+        self.sighting = sighting or self.sighting
         state = sighting.state if sighting is not None else State.UNKNOWN
         before = self.seen if self.seen is not None and self.seen.attempt == attempt.number else None
         seen = Observation(
             attempt=attempt.number,
             state=state,
             at=now,
-            since=self._first_seen(attempt, state, sighting.since if sighting is not None else None, now),
+            since=self._first_seen(
+                attempt, state, sighting.since if sighting is not None else None, now - lasted
+            ),
             native=sighting.native if sighting is not None else "no answer",
             reason=sighting.reason if sighting is not None else trouble,
             restart=before.restart if before is not None else 0,

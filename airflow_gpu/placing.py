@@ -11,8 +11,11 @@ Limits: only targets that answer are looked through for leftovers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from airflow_gpu.gang.identity import RunKey, labels
 from airflow_gpu.gang.run import Attempt, Run
@@ -24,6 +27,9 @@ from airflow_gpu.targets.watch import bounded
 
 LOOK_ELSEWHERE = 60.0
 """Seconds between two looks for a target that could start a gang which waits in the queue of another."""
+
+_ANSWERS: WeakKeyDictionary[Target, dict[tuple[Any, ...], tuple[float, list[Offer]]]] = WeakKeyDictionary()
+"""What targets answered last, by the shape of a gang: thousands that wait ask the same."""
 
 Resolve = Callable[[str], Awaitable[Target]]
 
@@ -42,8 +48,11 @@ class Asked:
         return choose(gang, self.offers, self.errors, remember(run, epoch, now))
 
 
-async def ask(gang: Gang, resolve: Resolve) -> Asked:
-    """Ask every target of the list what it could give the gang."""
+async def ask(gang: Gang, resolve: Resolve, age: float = 0.0) -> Asked:
+    """Ask every target of the list what it could give the gang.
+
+    :param age: seconds for which an answer to the same question, also by another gang of this process, will do.
+    """
     targets: dict[str, Target] = {}
     offers: list[Offer] = []
     errors: dict[str, str] = {}
@@ -52,12 +61,30 @@ async def ask(gang: Gang, resolve: Resolve) -> Asked:
         try:
             targets[name] = await resolve(name)
             # By the name under which it was listed, whatever the target calls itself.
-            offers += [replace(o, target=name) for o in await bounded(targets[name].offers(gang), name)]
+            offers += [replace(o, target=name) for o in await _offers(targets[name], name, gang, age)]
         except TargetError as error:
             targets.pop(name, None)
             errors[name] = str(error)
             passing = passing or not isinstance(error, NotConfigured)
     return Asked(targets, tuple(offers), errors, passing)
+
+
+async def _offers(target: Target, name: str, gang: Gang, age: float) -> list[Offer]:
+    known = _ANSWERS.setdefault(target, {})
+    shape = (
+        gang.nodes,
+        gang.gpus_per_node,
+        gang.cpus,
+        gang.memory,
+        gang.accelerator,
+        gang.image,
+        gang.priority,
+    )
+    at, offers = known.get(shape, (0.0, []))
+    if not age or time.monotonic() - at >= age:
+        offers = await bounded(target.offers(gang), name)
+        known[shape] = time.monotonic(), offers
+    return offers
 
 
 class Elsewhere:
@@ -75,7 +102,7 @@ class Elsewhere:
             return "", ""
         if self._at[0] == attempt.number and now - self._at[1] < LOOK_ELSEWHERE:
             return self._found
-        asked = await ask(self._gang, self._resolve)
+        asked = await ask(self._gang, self._resolve, age=LOOK_ELSEWHERE)
         own = [offer for offer in asked.offers if offer.target == attempt.target]
         blocked = next((offer.blocked or offer.reason for offer in own if offer.blocked or offer.reason), "")
         chosen = asked.decide(self._gang, run, epoch, now).chosen

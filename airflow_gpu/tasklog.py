@@ -3,7 +3,8 @@
 Purpose: people watch a task's log. The full logs of all ranks are in the run
 directory; this is the live view.
 
-Limits: at most ``BYTES_A_LOOK`` a look. Airflow passes trigger logs through one
+Limits: at most ``BYTES_A_LOOK`` a look, and looks come further apart where one
+process watches many gangs (``pacing.py``). Airflow passes trigger logs through one
 supervisor process for all triggers, so a chatty gang must not drown the others;
 what is left out is said.
 """

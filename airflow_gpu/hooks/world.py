@@ -1,8 +1,8 @@
 """What the driver needs of Airflow and of this process: targets, watchers, secrets, stores.
 
 Purpose: builds the :class:`airflow_gpu.driver.World` for a worker or a
-triggerer. Targets and their watchers are shared by all gangs of a process, so
-that watching costs O(targets).
+triggerer. Targets, their watchers, stores and the budget of reads are shared by
+all gangs of a process, so that watching costs O(targets).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 from airflow_gpu.compat import BaseHook
 from airflow_gpu.driver import World
 from airflow_gpu.hooks.target import build_target
+from airflow_gpu.pacing import Pace
 from airflow_gpu.rundir.store import Store
 from airflow_gpu.settings import Settings
 from airflow_gpu.targets.base import NotConfigured, Target, TargetError
@@ -25,12 +26,21 @@ CONNECTION_AGE = 300.0
 """Seconds after which a connection is read again, so that a changed one takes effect without a restart."""
 
 
+ERROR_AGE = 5.0
+"""Seconds for which a connection that could not be read is not asked for again: thousands of gangs may want it."""
+
+
 class _Shared:
-    """Targets and watchers of one event loop."""
+    """What all gangs of one event loop share."""
 
     def __init__(self) -> None:
         self.targets: dict[str, tuple[float, str, Target]] = {}
+        self.failures: dict[str, tuple[float, TargetError]] = {}
+        self.reading: dict[str, asyncio.Lock] = {}
         self.watchers: dict[int, Watcher] = {}
+        self.stores: dict[str, Store] = {}
+        self.states: dict[str, tuple[float, Store]] = {}
+        self.pace = Pace()
 
 
 _SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
@@ -43,14 +53,35 @@ def _shared() -> _Shared:
 async def target(conn_id: str) -> Target:
     """The target of a connection id; one object per connection and event loop."""
     shared = _shared()
-    cached = shared.targets.get(conn_id)
-    if cached is not None and time.monotonic() - cached[0] < CONNECTION_AGE:
-        return cached[2]
+    # One at a time: a triggerer that starts has thousands of gangs that ask for the same connection.
+    turn = shared.reading.setdefault(conn_id, asyncio.Lock())
+    if turn.locked() and conn_id in shared.targets:
+        return shared.targets[conn_id][2]  # somebody is reading it again, and that may take a while
+    async with turn:
+        cached = shared.targets.get(conn_id)
+        if cached is not None and time.monotonic() - cached[0] < CONNECTION_AGE:
+            return cached[2]
+        failed = shared.failures.get(conn_id)
+        if failed is not None and time.monotonic() - failed[0] < ERROR_AGE:
+            raise type(failed[1])(str(failed[1]))
+        try:
+            found = await _read_target(conn_id, cached)
+        except TargetError as error:
+            shared.failures[conn_id] = time.monotonic(), error
+            raise
+        shared.failures.pop(conn_id, None)
+        return found
+
+
+async def _read_target(conn_id: str, cached: tuple[float, str, Target] | None) -> Target:
+    shared = _shared()
     try:
         conn = await BaseHook.aget_connection(conn_id)
     except Exception as error:
         if cached is not None:
-            return cached[2]  # a metadata database that is away says nothing about the target
+            # A metadata database that is away says nothing about the target.
+            shared.targets[conn_id] = time.monotonic() - CONNECTION_AGE + ERROR_AGE, cached[1], cached[2]
+            return cached[2]
         if not _not_there(error):
             raise TargetError(f"connection {conn_id!r} cannot be read now: {error}") from error
         raise NotConfigured(
@@ -71,10 +102,23 @@ def _watcher(poll: float) -> Callable[[Target], Watcher]:
     def watcher(of: Target) -> Watcher:
         shared = _shared()
         if id(of) not in shared.watchers:
+            # Those of connections that have changed since, once the last gang has left them.
+            current = [known for _, _, known in shared.targets.values()]
+            for key, old in list(shared.watchers.items()):
+                if old.idle and old.target not in current:
+                    del shared.watchers[key]
             shared.watchers[id(of)] = Watcher(of, poll)
         return shared.watchers[id(of)]
 
     return watcher
+
+
+def _store(uri: str) -> Store:
+    """One store per channel: on an object store each has connections of its own."""
+    stores = _shared().stores
+    if uri not in stores:
+        stores[uri] = Store(uri)
+    return stores[uri]
 
 
 def _not_there(error: Exception) -> bool:
@@ -85,9 +129,15 @@ def _not_there(error: Exception) -> bool:
 async def state_store(given: Settings) -> Store:
     """The store of the journals, with the credentials of ``[gpu] state_conn_id`` if that is set."""
     if not given.state_conn_id:
-        return Store(given.state_uri)
-    conn = await BaseHook.aget_connection(given.state_conn_id)
-    return Store(given.state_uri, store_options(conn))
+        return _store(given.state_uri)
+    shared, name = _shared(), f"{given.state_conn_id} {given.state_uri}"
+    async with shared.reading.setdefault(name, asyncio.Lock()):
+        read_at, store = shared.states.get(name, (0.0, None))
+        if store is None or time.monotonic() - read_at >= CONNECTION_AGE:
+            conn = await BaseHook.aget_connection(given.state_conn_id)
+            store = Store(given.state_uri, store_options(conn))
+            shared.states[name] = time.monotonic(), store
+        return store
 
 
 def store_options(conn: Any) -> dict[str, Any]:
@@ -138,10 +188,11 @@ def airflow_world(given: Settings, say: Callable[[str], None], rank_log: Callabl
         clock=time.time,
         sleep=asyncio.sleep,
         target=target,
-        channel_store=Store,
+        channel_store=_store,
         watcher=_watcher(given.poll),
         secrets=resolve_secrets,
         say=say,
         rank_log=rank_log,
         poll=given.poll,
+        pace=_shared().pace,
     )

@@ -67,6 +67,8 @@ class LocalBed:
     async def clear(self) -> None:
         if self.stopped is not None:
             os.kill(self.stopped, signal.SIGCONT)
+            while "WIBBLE" in self.target._client.folder.table.read_text():
+                await asyncio.sleep(0.02)
         self.stopped = None
 
     async def submissions(self, job: str) -> int:

@@ -33,6 +33,7 @@ from airflow_gpu.targets.local.config import ConfigError, LocalConfig
 from airflow_gpu.targets.local.files import Damaged, read_json
 from airflow_gpu.targets.local.schedule import Free, Node, Request, Share, impossible
 from airflow_gpu.targets.local.schedule import Job as Holder
+from airflow_gpu.targets.local.table import Row, Table
 from airflow_gpu.targets.local.words import WAITING, Word, state_of
 
 if TYPE_CHECKING:
@@ -64,6 +65,10 @@ class LocalTarget:
             grace=config.grace,
         )
         self._client = Client(config.folder)
+        self._rows = Table(self._client.folder.table)
+        self._known: dict[
+            str, tuple[JobRef, Row, Sighting]
+        ] = {}  # what was made of a row that stays the same
 
     @property
     def channel(self) -> str:
@@ -148,14 +153,27 @@ class LocalTarget:
             self._client.make(self.config.cluster())
             self._client.ensure()
         try:
-            rows = self._client.table()["jobs"]
+            rows = self._rows.rows()
         except (Damaged, OSError) as error:
             return {
                 job.name: Sighting(State.UNKNOWN, "", f"the table cannot be read: {error}") for job in jobs
             }
-        return {job.name: self._sighting(job, rows) for job in jobs}
+        seen = {job.name: self._remembered(job, rows) for job in jobs}
+        if len(self._known) > 2 * len(rows) + 100:
+            self._known = {name: known for name, known in self._known.items() if name in rows}
+        return seen
 
-    def _sighting(self, job: JobRef, rows: dict[str, Any]) -> Sighting:
+    def _remembered(self, job: JobRef, rows: Mapping[str, Row]) -> Sighting:
+        """The sighting, made anew only when the job's row is a new one: most rows stay the same for hours."""
+        row, known = rows.get(job.name), self._known.get(job.name)
+        if known is not None and known[1] is row and known[0] == job:
+            return known[2]
+        sighting = self._sighting(job, rows)
+        if row is not None:
+            self._known[job.name] = job, row, sighting
+        return sighting
+
+    def _sighting(self, job: JobRef, rows: Mapping[str, Row]) -> Sighting:
         if job.name not in rows:
             # The folder goes before the row does: whoever has neither is gone.
             try:
@@ -216,7 +234,9 @@ class LocalTarget:
 
     def _cancel(self, job: JobRef, grace: float) -> None:
         with self._errors():
-            self._client.make(self.config.cluster())  # else a folder that is away would look like a job that is gone
+            self._client.make(
+                self.config.cluster()
+            )  # else a folder that is away would look like a job that is gone
             spec = submission.find(self._client.folder, job.name)
             if spec is None or not submission.is_ours(spec, job.labels, job.digest):
                 return

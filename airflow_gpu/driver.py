@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable
+from dataclasses import replace
 from typing import assert_never
 
+from airflow_gpu.acting import World
 from airflow_gpu.gang import lifecycle
 from airflow_gpu.gang.entries import (
-    JournalError,
     attempt_entry,
     over_entry,
     stop_entry,
@@ -33,29 +33,17 @@ from airflow_gpu.gang.entries import (
 from airflow_gpu.gang.identity import RunKey, attempt_name, run_path
 from airflow_gpu.gang.run import Attempt, Cause, Outcome, Seed, State, Verdict
 from airflow_gpu.gang.spec import Gang
-from airflow_gpu.observing import Observer
-from airflow_gpu.pacing import GLANCE, LOOK, Pace, Turns
+from airflow_gpu.pacing import GLANCE, LOOK, Turns
 from airflow_gpu.placing import Asked, Elsewhere, ask, leftovers
 from airflow_gpu.record import build_record, describe
 from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.journal import Journal, LostRace
-from airflow_gpu.rundir.store import Store, StoreError
+from airflow_gpu.rundir.store import StoreError
 from airflow_gpu.staging import job_for, ref_for, stage
-from airflow_gpu.targets.base import NameTaken, NotConfigured, Rejected, Sighting, Target, TargetError
-from airflow_gpu.targets.watch import NoAnswer, Watcher, bounded, differs
+from airflow_gpu.stopping import KILL_ROUNDS, Stopping
+from airflow_gpu.targets.base import NameTaken, NotConfigured, Rejected, TargetError
+from airflow_gpu.targets.watch import NoAnswer, bounded, differs
 from airflow_gpu.tasklog import RankLog
-
-KILL_ROUNDS = 5
-"""How often a stop looks for a job whose submit may still be on its way, one second apart."""
-
-STOP_LIMIT = 600.0
-"""Seconds for which a person's wish to end a gang is tried, when store or target do not answer."""
-
-CANCEL_EVERY = 30.0
-"""Seconds after which a target that still shows an attempt which is to end is asked again to end it."""
-
-PROGRESS_EVERY = 30.0
-"""Seconds between two lines of the task log that say how far the gang is."""
 
 NODE_TAIL = 4000
 """Characters of a node's own output that are shown when the runtime never started."""
@@ -64,33 +52,14 @@ STORE_LIMIT = 600.0
 """Seconds for which the run directory may be unreachable before the driver gives up. The gang goes on."""
 
 
+__all__ = ["Driver", "SupersededError", "World"]
+
+
 class SupersededError(Exception):
     """A newer try of the task instance has this run; nothing was touched."""
 
 
-@dataclass(frozen=True)
-class World:
-    """What the driver needs of the world outside; tests give their own.
-
-    ``target`` answers the target for a connection id, ``channel_store`` the
-    store at a channel's root URI, ``secrets`` resolves references to values at the
-    moment of a submit. ``say`` takes lines for people. ``pace`` is shared by all
-    drivers of a process.
-    """
-
-    clock: Callable[[], float]
-    sleep: Callable[[float], Awaitable[None]]
-    target: Callable[[str], Awaitable[Target]]
-    channel_store: Callable[[str], Store]
-    watcher: Callable[[Target], Watcher]
-    secrets: Callable[[Mapping[str, str]], Awaitable[Mapping[str, str]]]
-    say: Callable[[str], None]
-    rank_log: Callable[[str], None]
-    poll: float = 5.0
-    pace: Pace = field(default_factory=Pace)
-
-
-class Driver:
+class Driver(Stopping):
     """Drives one run for one owner until there is a verdict.
 
     Example::
@@ -101,23 +70,11 @@ class Driver:
     def __init__(
         self, journal: Journal, key: RunKey, incarnation: str, gang: Gang, *, epoch: int, world: World
     ) -> None:
-        self.journal = journal
-        self.key = key
-        self.incarnation = incarnation
-        self.gang = gang
-        self.epoch = epoch
-        self.world = world
-        self._observer = Observer()
+        super().__init__(journal, key, incarnation, gang, epoch=epoch, world=world)
         self._elsewhere = Elsewhere(gang, world.target)
-        self._basis = 0  # the journal's newest entry when step() decided
         self._failing: float | None = None  # since when the current attempt could not be submitted
-        self._channels: dict[str, Channel] = {}
         self._log = RankLog(world.rank_log)
         self._turns = Turns(world.pace, world.poll)
-        self._told: tuple[int, float, Sighting | None] | None = None  # the newest cancel that was heard
-        self._said = ""
-        self._said_at = 0.0
-        self._progressed = False
 
     async def run(self, *, until_submitted: bool = False) -> Verdict | None:
         """Go on until there is a verdict, or only until an attempt is submitted: then the answer is None.
@@ -183,29 +140,6 @@ class Driver:
             case _:
                 assert_never(action)
         return None
-
-    async def _append(self, entry: dict[str, object]) -> None:
-        """Journal a decision; LostRace if anything was journalled since it was made, also by our own stop()."""
-        await self.journal.append(entry, epoch=self.epoch, now=self.world.clock(), after=self._basis)
-        self._basis += 1
-
-    def _tell(self, line: str, progress: str = "") -> None:
-        """A line for people, once; with its progress as soon as there is some, then from time to time."""
-        now = self.world.clock()
-        first = bool(progress) and not self._progressed
-        if line != self._said or first or (progress and now - self._said_at >= PROGRESS_EVERY):
-            self._said, self._said_at, self._progressed = line, now, bool(progress)
-            self.world.say(line + progress)
-
-    # -- where an attempt's files are ------------------------------------------------------------
-
-    def channel(self, attempt: Attempt) -> Channel:
-        """The channel half of the run directory of this attempt: where it was journalled, whatever the connection says now."""
-        path = run_path(self.key, self.incarnation)
-        if attempt.channel not in self._channels:
-            root = attempt.channel.removesuffix(f"/{path}")
-            self._channels[attempt.channel] = Channel(self.world.channel_store(root), path)
-        return self._channels[attempt.channel]
 
     # -- actions ---------------------------------------------------------------------------------
 
@@ -379,39 +313,6 @@ class Driver:
         )
         return wait if until is None else max(0.0, min(wait, until - self.world.clock()))
 
-    async def _cancel(self, attempt: Attempt) -> None:
-        """Ask for the end; again when the target shows something new without an end, and from time to time."""
-        now, shown = self.world.clock(), self._observer.sighting
-        self._observer.asked = self._observer.asked or now
-        heard = self._observer.seen is None or self._observer.seen.state is not State.UNKNOWN
-        if self._told is not None and self._told[0] == attempt.number and now < self._told[1] + CANCEL_EVERY:
-            before = self._told[2]
-            if before is shown or (before is not None and shown is not None and not differs(before, shown)):
-                return
-        try:
-            await self._ask_to_end(attempt)
-            self._told = attempt.number, now, shown
-        except TargetError as error:
-            self._tell(f"{attempt.target} could not be asked to end attempt {attempt.number} yet: {error}")
-            heard = False
-        if not heard:
-            await self._tell_the_job(attempt)
-
-    async def _tell_the_job(self, attempt: Attempt) -> None:
-        """The target does not answer: a fence in the run directory lets no life begin, and the one that runs save and leave."""
-        reason = attempt.stop.reason if attempt.stop is not None else ""
-        await self.channel(attempt).fence(
-            attempt.number, attempt.first_life, reason, self.world.clock(), grace=self.gang.stop_grace
-        )
-
-    async def _ask_to_end(self, attempt: Attempt) -> None:
-        target = await self.world.target(attempt.target)
-        since = attempt.stop.at if attempt.stop is not None else self.world.clock()
-        ref = ref_for(self.key, self.incarnation, attempt)
-        # The run's own driver may be waiting in this process: it is to see the stop that was just journalled.
-        self.world.watcher(target).nudge(ref.name)
-        await bounded(target.cancel(ref, grace=self.gang.stop_grace, since=since), attempt.target)
-
     async def _close(self, attempt: Attempt, outcome: Outcome) -> None:
         """Fence, look once more, then journal the end: no life may begin behind our back."""
         channel = self.channel(attempt)
@@ -456,63 +357,6 @@ class Driver:
         record = await build_record(run, self.gang, self.channel, self.journal)
         record = {"outcome": outcome, "cause": cause.value, "message": message, **record}
         await self._append(verdict_entry(outcome, cause, message, record))
-
-    # -- a person's wish -------------------------------------------------------------------------
-
-    async def stop(self, reason: str, detail: str) -> bool:
-        """End what this owner has running and let it start nothing more, because a person asked for it.
-
-        Journals the stop, gives notice and returns: the platform enforces the
-        grace. Trouble with the store or the target is tried again for STOP_LIMIT
-        seconds, since nobody else may come to do it. Answers False when a newer
-        owner has the run, or there is a verdict.
-        """
-        end = self.world.clock() + STOP_LIMIT
-        while True:
-            try:
-                return await self._stop_once(reason, detail)
-            except (LostRace, JournalError, StoreError, TargetError) as error:
-                if self.world.clock() >= end:
-                    raise
-                if not isinstance(error, LostRace):
-                    self.world.say(f"the gang could not be told to end yet, trying again: {error}")
-                await self.world.sleep(min(self.world.poll, 1.0))
-
-    async def _stop_once(self, reason: str, detail: str) -> bool:
-        run = await self.journal.refresh()
-        attempt = run.current
-        if run.epoch != self.epoch or run.verdict is not None:
-            return False
-        now = self.world.clock()
-        if attempt is None:
-            if run.stop is None:
-                await self.journal.append(
-                    stop_entry(0, reason, detail), epoch=self.epoch, now=now, after=run.seq
-                )
-            return True
-        if attempt.stop is None or (attempt.stop.reason != "user" and reason == "user"):
-            entry = stop_entry(attempt.number, reason, detail)
-            run = await self.journal.append(entry, epoch=self.epoch, now=now, after=run.seq)
-            attempt = run.current
-            assert attempt is not None
-        channel = self.channel(attempt)
-        if not any(life.attempt == attempt.number for life in await channel.lives()):
-            # Nothing has started, and a submit may still be on its way: now nothing can start any more.
-            await channel.fence(attempt.number, attempt.first_life, reason, now)
-        ref = ref_for(self.key, self.incarnation, attempt)
-        try:
-            target = await self.world.target(attempt.target)
-            for _ in range(KILL_ROUNDS):
-                await self._ask_to_end(attempt)
-                seen = (await bounded(target.observe([ref]), attempt.target)).get(ref.name)
-                if seen is not None and (seen.state is not State.GONE or attempt.submitted_at is not None):
-                    break
-                await self.world.sleep(1.0)
-        except TargetError:
-            await self._tell_the_job(attempt)
-            raise
-        self.world.say(f"attempt {attempt.number} on {attempt.target} was told to end: {detail}")
-        return True
 
 
 async def _uncancelled(submit: Awaitable[str]) -> str:

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from airflow_gpu.gang.identity import RunKey, attempt_name
 from airflow_gpu.gang.run import Cause, State
 from airflow_gpu.rundir.store import Store

@@ -39,11 +39,12 @@ OWN_FIELDS = ("v", "seq", "at", "epoch", "writer")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What came of it. ``ok``: it is over, or somebody else has it now."""
+    """What came of it. ``ok``: it is over, or (``raced``) somebody else has it now, which who asked may not know of."""
 
     ok: bool
     words: str
     checkpoint: CheckpointRef | None = None
+    raced: bool = False
 
 
 class Ender(Driver):
@@ -86,9 +87,9 @@ async def end_run(
             False, f"told to end, and not over after {limit:.0f} s" if told else f"no answer in {limit:.0f} s"
         )
     except LostRace:
-        return Ended(True, "somebody else acted on it at the same moment, so it was left to them")
+        return Ended(True, "somebody else acted on it at the same moment, so it was left to them", raced=True)
     except SupersededError:
-        return Ended(True, "a new try of its task has it now")
+        return Ended(True, "a new try of its task has it now", raced=True)
     except (StoreError, TargetError, JournalError, GangError, ValueError, KeyError) as error:
         return Ended(False, f"could not be ended: {error}")
 

@@ -148,7 +148,7 @@ async def look(
             over.append(found)
             ran_on.update(targets)
         if targets is None or whole:
-            runs[found.path] = await _load(store, found)
+            runs[found.path] = await load(store, found)
 
     await _each(fresh, read, AT_ONCE)
     wanted = set(names)
@@ -204,7 +204,8 @@ async def _over_on(store: Store, found: RunDir) -> tuple[str, ...] | None:
         return None  # the whole journal says what is wrong
 
 
-async def _load(store: Store, found: RunDir) -> SeenRun:
+async def load(store: Store, found: RunDir) -> SeenRun:
+    """The run at this path, read; with its trouble when that was not possible."""
     seen = SeenRun(found)
     try:
         seen.key, incarnation = await read_run(store, found.path)
@@ -287,7 +288,7 @@ async def _attach(
             missing.append(job)
             continue
         if found.path not in runs:
-            runs[found.path] = await _load(store, found)
+            runs[found.path] = await load(store, found)
         job.run = runs[found.path]
         job.run.jobs.append(job)
     return missing

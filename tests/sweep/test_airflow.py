@@ -1,0 +1,195 @@
+"""In a real Airflow: the example DAG as it is, a person's actions while no triggerer lives, and each way to ask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from airflow_gpu.gang.identity import RunKey
+from airflow_gpu.hooks.asking import PASSWORD, TOKEN, USER, RestAirflow
+from airflow_gpu.sweeping.airflow import CannotAsk
+from airflow_gpu.targets.local.admin import Admin
+from airflow_gpu.targets.local.words import HOLDING, WAITING
+from tests.beds.airflow import AirflowBed
+
+pytestmark = pytest.mark.airflow
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT = 120.0
+
+STAY = '''"""Gangs that stay until somebody ends them."""
+from airflow.sdk import DAG
+from airflow_gpu import Gang, GangOperator
+
+with DAG("stay", schedule=None):
+    gang = Gang(command="sleep 3000", gpus_per_node=1, stop_grace=5)
+    GangOperator(task_id="one", gang=gang)
+    GangOperator.partial(task_id="many", gang=gang).expand(overrides=[{"priority": 1}, {"priority": 2}])
+'''
+
+
+class Place:
+    """One Airflow with the example DAG and a local cluster of 2 nodes x 4 pretended GPUs."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.cluster = home / "cluster"
+        self.admin = Admin(self.cluster)
+        dags = home / "dags"
+        dags.mkdir()
+        (dags / "stay.py").write_text(STAY)
+        shutil.copy(ROOT / "dags" / "gang_sweep.py", dags)
+        extra = {"path": str(self.cluster), "nodes": 2, "gpus_per_node": 4, "accelerator": "pretend"}
+        self.bed = AirflowBed(
+            home / "airflow",
+            dags,
+            {
+                "AIRFLOW__GPU__INSTALLATION": "tests",
+                "AIRFLOW__GPU__STATE_URI": f"file://{home}/state",
+                "AIRFLOW__GPU__POLL_INTERVAL": "0.3",
+                "AIRFLOW_CONN_GPU_DEFAULT": json.dumps({"conn_type": "gpu_local", "extra": extra}),
+            },
+        )
+
+    def living(self) -> set[str]:
+        """Jobs that are not over, as ``<run>/<task>[index]`` by the labels on them."""
+        found = set()
+        for row in self.admin.status()["jobs"].values():
+            if row["native"] in WAITING or row["native"] in HOLDING:
+                labels = row["labels"]
+                index = labels["airflow-gpu/map-index"]
+                found.add(labels["airflow-gpu/task"] + ("" if index == "none" else f"[{index}]"))
+        return found
+
+    def until(self, done: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
+        return self.bed._until(done, what, limit)
+
+    def stay(self) -> str:
+        """Three gangs that run, deferred."""
+        run = self.bed.trigger("stay")
+        for task, index in (("one", -1), ("many", 0), ("many", 1)):
+            self.bed.wait_task("stay", run, task, "deferred", map_index=index)
+        self.until(lambda: self.living() == {"one", "many[0]", "many[1]"}, "three gangs")
+        return run
+
+    def sweeps(self) -> list[str]:
+        """Ids of the DAG runs of the example that an asset's event made."""
+        runs = self.bed.get("/dags/gang_sweep/dagRuns", limit=50)["dag_runs"]
+        return sorted(run["dag_run_id"] for run in runs if run["run_type"] == "asset_triggered")
+
+    def sweep(self) -> dict[str, Any]:
+        """The report of the example's task, run now."""
+        run = self.bed.trigger("gang_sweep")
+        assert self.bed.wait("gang_sweep", run) == "success", self.bed.log("gang_sweep", run, "sweep")
+        report: dict[str, Any] = self.bed.xcom("gang_sweep", run, "sweep")
+        return report
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    made = Place(tmp_path_factory.mktemp("sweep"))
+    try:
+        with made.bed:
+            assert made.bed.import_errors() == {}
+            made.bed.wait_dag("gang_sweep")
+            yield made
+    finally:
+        if made.cluster.exists():
+            made.admin.stop(gangs=True, grace=0)
+
+
+def test_while_no_triggerer_lives(place: Place) -> None:
+    """Mark failed, one mapped index, then a deleted DAG run: the next triggerer ends them when it starts."""
+    bed = place.bed
+    run = place.stay()
+    assert {item["case"] for item in place.sweep()["items"]} == {"wanted"}
+    assert place.living() == {"one", "many[0]", "many[1]"}
+    before = place.sweeps()
+    bed.stop("triggerer", signal.SIGKILL)
+    for path in ("one", "many/1"):
+        bed.patch(f"/dags/stay/dagRuns/{run}/taskInstances/{path}", {"new_state": "failed"})
+    time.sleep(3)
+    assert place.living() == {"one", "many[0]", "many[1]"}, "nobody could tell them"
+    bed.start("triggerer", "triggerer", "--skip-serve-logs")
+    place.until(lambda: place.living() == {"many[0]"}, "the end of the two that nobody wants")
+    assert bed.task("stay", run, "many", 0)["state"] == "deferred"
+    # The event made a DAG run of the example, which says what was found.
+    [fresh] = place.until(
+        lambda: [name for name in place.sweeps() if name not in before], "a run by the asset"
+    )
+    assert bed.wait("gang_sweep", fresh) == "success"
+    events = bed.get(f"/dags/gang_sweep/dagRuns/{fresh}/upstreamAssetEvents")["asset_events"]
+    told = json.dumps([event["extra"] for event in events])
+    assert f"stay/{run}/one" in told
+    assert f"stay/{run}/many[1]" in told
+    assert f"stay/{run}/many[0]" not in told
+    # A deleted DAG run. Its gang was left alone so far.
+    bed.stop("triggerer", signal.SIGKILL)
+    answer = bed.client.delete(f"/api/v2/dags/stay/dagRuns/{run}")
+    assert answer.status_code == 204, answer.text
+    assert place.living() == {"many[0]"}
+    bed.start("triggerer", "triggerer", "--skip-serve-logs")
+    place.until(lambda: place.living() == set(), "the end of the deleted run's gang")
+
+
+def test_each_way_to_ask(place: Place) -> None:
+    """Database and REST answer alike: states, none yet, mapped, not there; and each says when it cannot ask."""
+    bed = place.bed
+    run = place.stay()
+    keys = [
+        RunKey("tests", "stay", run, "one"),
+        RunKey("tests", "stay", run, "many", 1),
+        RunKey("tests", "stay", run, "many", 7),
+        RunKey("tests", "stay", "no-such-run", "one"),
+        RunKey("tests", "stay", run, "many"),
+    ]
+    expected = {"one": "deferred", "many[1]": "deferred"}
+
+    def short(states: Any) -> dict[str, str]:
+        return {str(key).rpartition("/")[2]: state for key, state in states.items()}
+
+    by_user = RestAirflow(bed.url, {USER: "admin", PASSWORD: bed.password})
+    assert short(asyncio.run(by_user.states(keys))) == expected
+    token = str(bed.client.headers["Authorization"]).removeprefix("Bearer ")
+    assert short(asyncio.run(RestAirflow(bed.url, {TOKEN: token}).states(keys))) == expected
+    for env in ({}, {TOKEN: "nonsense"}, {USER: "admin", PASSWORD: "wrong"}):
+        with pytest.raises(CannotAsk):
+            asyncio.run(RestAirflow(bed.url, env).states(keys))
+    with pytest.raises(CannotAsk):  # something else is there, which answers 404 to everything
+        asyncio.run(RestAirflow(f"{bed.url}/nowhere", {TOKEN: token}).states(keys))
+    program = (
+        "import asyncio, json, sys; from airflow_gpu.gang.identity import RunKey;"
+        "from airflow_gpu.hooks.asking import DatabaseAirflow;"
+        "keys = [RunKey(*k) for k in json.loads(sys.argv[1])];"
+        "found = asyncio.run(DatabaseAirflow().states(keys));"
+        "print('ANSWER', json.dumps([[str(k), s] for k, s in found.items()]))"
+    )
+    arguments = json.dumps([[k.installation, k.dag_id, k.run_id, k.task_id, k.map_index] for k in keys])
+
+    def database(**env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", program, arguments], env={**bed.env, **env}, capture_output=True, text=True
+        )
+
+    answered = database()
+    [line] = [line for line in answered.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert short(dict(json.loads(line.removeprefix("ANSWER ")))) == expected
+    empty = database(AIRFLOW__DATABASE__SQL_ALCHEMY_CONN=f"sqlite:///{place.home}/other.db")
+    assert "CannotAsk" in empty.stderr
+    # All of it while a gang is wanted: ended by a person in the usual way, the sweep finds nothing to do.
+    for path in ("one", "many/0", "many/1"):
+        bed.patch(f"/dags/stay/dagRuns/{run}/taskInstances/{path}", {"new_state": "failed"})
+    place.until(lambda: place.living() == set(), "the end of all")
+    report = place.sweep()
+    assert [item for item in report["items"] if item["case"] == "unwanted"] == []
+    assert report["ok"], report["problems"]

@@ -90,7 +90,7 @@ class Scenarios:
         if not bed.target.capabilities.notices:
             pytest.skip("this target gives no notice")
         played = await play(
-            bed, tmp_path, self.gang(bed, programs.count, 60, checkpointing={"interval": None})
+            bed, tmp_path, self.gang(bed, programs.count, 150, checkpointing={"interval": None})
         )
         played.start()
         await played.until_step(5)
@@ -313,7 +313,8 @@ class Scenarios:
         finally:
             await bed.clear()
         # The next try of the task finds it again and may end it.
-        after = await play(bed, tmp_path, gang, key=played.key, ti_id="ti-2", try_number=2)
+        patient = gang.replace(recovery={"unknown_limit": "1h"})
+        after = await play(bed, tmp_path, patient, key=played.key, ti_id="ti-2", try_number=2)
         after.start()
         await after.until_step(3)
         await after.driver.stop("user", "enough")

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 
-from airflow_gpu import stopping
+from airflow_gpu import stopping as ending
 from airflow_gpu.driver import Driver
 from airflow_gpu.gang.entries import iso, stop_entry
 from airflow_gpu.gang.identity import RunKey
@@ -402,7 +402,7 @@ async def test_a_cancel_that_was_heard_is_not_sent_each_round(bench: Bench) -> N
 async def test_a_cancel_is_sent_again_from_time_to_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stopping, "CANCEL_EVERY", 5 * POLL)
+    monkeypatch.setattr(ending, "CANCEL_EVERY", 5 * POLL)
     going = await stopping(bench, Pace(1e6))
     await until(lambda: len(bench.target.cancelled) > 5)
     bench.target.set(State.CANCELLED)

@@ -40,6 +40,8 @@ TONES: dict[Cause, str] = {
     Cause.TIMED_OUT: "bad",
     Cause.REJECTED: "bad",
     Cause.QUEUED_TOO_LONG: "infra",
+    Cause.MOVED: "infra",
+    Cause.UNREACHABLE: "infra",
     Cause.FRUITLESS: "bad",
     Cause.LOST_SIGHT: "bad",
     Cause.CANCELLED: "stop",

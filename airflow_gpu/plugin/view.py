@@ -111,6 +111,7 @@ def _owners(facts: Facts) -> list[dict[str, Any]]:
                 "at": iso(owner.at),
                 "deadline": None if owner.deadline is None else iso(owner.deadline),
                 "resume": owner.resume,
+                "note": owner.note,
                 "task_instance": owner.ti_id,
                 "outcome": verdict.get("outcome"),
                 "outcome_tone": OUTCOME_TONES.get(str(verdict.get("outcome")), "idle"),

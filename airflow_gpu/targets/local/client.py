@@ -33,6 +33,7 @@ import airflow_gpu
 from airflow_gpu.targets.local.commands import FORMAT, ack_path
 from airflow_gpu.targets.local.files import Damaged, Folder, create_file, encode, read_json, replace_file
 from airflow_gpu.targets.local.launch import passed_environment
+from airflow_gpu.targets.local.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,6 +71,7 @@ class Client:
 
     def __init__(self, root: Path) -> None:
         self.folder = Folder(root)
+        self.rows = Table(self.folder.table)
 
     def make(self, shape: dict[str, Any]) -> None:
         """Make the folder, declared as ``shape`` if it was not declared before.
@@ -246,15 +248,13 @@ class Client:
             time.sleep(PAUSE)
 
     def table(self) -> dict[str, Any]:
-        """The daemon's table.
+        """The daemon's table. Its rows are shared: they are not the caller's to change.
 
         :raises Damaged: it is not there or cannot be understood.
         """
-        table = read_json(self.folder.table)
-        if table is None:
-            raise Damaged(f"{self.folder.table} is missing")
-        if not isinstance(table.get("jobs"), dict) or not isinstance(table.get("nodes"), list):
-            raise Damaged(f"{self.folder.table} has no jobs or no nodes")
+        table = self.rows.whole()
+        if not isinstance(table.get("nodes"), list):
+            raise Damaged(f"{self.folder.table} has no nodes")
         return table
 
 

@@ -1,4 +1,4 @@
-"""The daemon's table as ``observe`` reads it: every few seconds, with thousands of jobs in it.
+"""The daemon's table, as it is read every few seconds with thousands of jobs in it.
 
 Purpose: read what has changed and nothing else. The file is not opened while
 its time, size and inode stay the same. Where they changed, only the lines that
@@ -36,10 +36,11 @@ Row = dict[str, Any]
 
 
 class _Reading(NamedTuple):
-    """One reading of the file: the file it was, the lines with their jobs' names and rows, the rows by name."""
+    """One reading of the file: which file it was, its lines with their jobs' names and rows, and what is in it."""
 
     mark: tuple[int, ...]
     lines: Mapping[str, tuple[str, Row]]
+    head: Mapping[str, Any]
     rows: Mapping[str, Row]
 
 
@@ -49,45 +50,60 @@ class Table:
     def __init__(self, path: Path) -> None:
         self._path = path
         # One object, so that two threads which read at once leave one reading and no mixture.
-        self._kept = _Reading((), {}, {})
+        self._kept = _Reading((), {}, {}, {})
 
     def rows(self) -> Mapping[str, Row]:
         """The rows by the names of their jobs. A row that is the same object as before has not changed.
 
         :raises Damaged: the table is not there or cannot be understood.
         """
+        return self._read().rows
+
+    def whole(self) -> dict[str, Any]:
+        """The table as it is in the file, in a dict of the caller's own; the rows are shared.
+
+        :raises Damaged: as above.
+        """
+        found = self._read()
+        return {**found.head, "jobs": dict(found.rows)}
+
+    def _read(self) -> _Reading:
         try:
             with self._path.open("rb") as file:
                 # The folder's own file may be replaced in the meantime; this one is not.
-                found = os.fstat(file.fileno())
-                mark = (found.st_ino, found.st_size, found.st_mtime_ns)
+                stat = os.fstat(file.fileno())
+                mark = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
                 kept = self._kept
                 if mark == kept.mark:
-                    return kept.rows
+                    return kept
                 text = file.read().decode()
         except FileNotFoundError:
             raise Damaged(f"{self._path} is missing") from None
         except UnicodeDecodeError as error:
             raise Damaged(f"{self._path} is not text: {error}") from None
-        lines = self._parse(text, kept.lines)
-        rows = dict(lines.values())
-        self._kept = _Reading(mark, lines, rows)
-        return rows
+        head, lines = self._parse(text, kept.lines)
+        self._kept = found = _Reading(mark, lines, head, dict(lines.values()))
+        return found
 
-    def _parse(self, text: str, before: Mapping[str, tuple[str, Row]]) -> dict[str, tuple[str, Row]]:
-        head, *body = text.rstrip("\n").split("\n")
+    def _parse(
+        self, text: str, before: Mapping[str, tuple[str, Row]]
+    ) -> tuple[dict[str, Any], dict[str, tuple[str, Row]]]:
+        first, *body = text.rstrip("\n").split("\n")
         lines: dict[str, tuple[str, Row]] = {}
-        if head.endswith(HEAD_END) and body and body.pop() == "}}":
+        if first.endswith(HEAD_END) and body and body.pop() == "}}":
             try:
                 for line in body:
                     known = before.get(line)
                     lines[line] = known if known is not None else _row(line)
-                return lines
+                head = json.loads(first + "}}")
+                del head["jobs"]
+                return head, lines
             except ValueError:
                 pass
         try:
-            jobs = json.loads(text)["jobs"]
-            return {name: (name, row) for name, row in jobs.items()}
+            head = json.loads(text)
+            jobs = head.pop("jobs")
+            return head, {name: (name, row) for name, row in jobs.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{self._path} cannot be understood: {error!r}") from None
 

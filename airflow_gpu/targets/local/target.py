@@ -33,7 +33,7 @@ from airflow_gpu.targets.local.config import ConfigError, LocalConfig
 from airflow_gpu.targets.local.files import Damaged, read_json
 from airflow_gpu.targets.local.schedule import Free, Node, Request, Share, impossible
 from airflow_gpu.targets.local.schedule import Job as Holder
-from airflow_gpu.targets.local.table import Row, Table
+from airflow_gpu.targets.local.table import Row
 from airflow_gpu.targets.local.words import WAITING, Word, state_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ class LocalTarget:
             grace=config.grace,
         )
         self._client = Client(config.folder)
-        self._rows = Table(self._client.folder.table)
         self._known: dict[
             str, tuple[JobRef, Row, Sighting]
         ] = {}  # what was made of a row that stays the same
@@ -153,7 +152,7 @@ class LocalTarget:
             self._client.make(self.config.cluster())
             self._client.ensure()
         try:
-            rows = self._rows.rows()
+            rows = self._client.rows.rows()
         except (Damaged, OSError) as error:
             return {
                 job.name: Sighting(State.UNKNOWN, "", f"the table cannot be read: {error}") for job in jobs

@@ -1,39 +1,68 @@
-"""One Airflow, as processes, for all tests of this folder; and a look at the run directories."""
+"""One Airflow on PostgreSQL, as processes, for all tests of this folder; and a look at what its gangs did."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from airflow_gpu.gang.identity import RunKey, run_path
+from airflow_gpu.gang.run import Run
 from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.journal import Journal
 from airflow_gpu.rundir.slot import newest
 from airflow_gpu.rundir.store import Store
 from airflow_gpu.targets.local.admin import Admin
+from tests.airflow.evidence import History, history, ledger_name
 from tests.beds.airflow import AirflowBed
+from tests.beds.postgres import NoPostgres, Postgres, programs
 
 HERE = Path(__file__).parent
+MARGIN = 30
+"""Steps between "stop there" and the step at which a gang is: its ranks hear of it in time."""
+
+QUICK = {
+    # Short enough to be waited for in a test, long enough for a busy machine.
+    "AIRFLOW__TRIGGERER__JOB_HEARTBEAT_SEC": "1",
+    "AIRFLOW__TRIGGERER__TRIGGERER_HEALTH_CHECK_THRESHOLD": "8",
+    "AIRFLOW__SCHEDULER__SCHEDULER_HEALTH_CHECK_THRESHOLD": "10",
+    "AIRFLOW__SCHEDULER__ORPHANED_TASKS_CHECK_INTERVAL": "5",
+    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "20",
+    "AIRFLOW__SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT_DETECTION_INTERVAL": "3",
+    "AIRFLOW__SCHEDULER__TRIGGER_TIMEOUT_CHECK_INTERVAL": "2",
+    "AIRFLOW__DAG_PROCESSOR__REFRESH_INTERVAL": "5",
+    "AIRFLOW__DAG_PROCESSOR__MIN_FILE_PROCESS_INTERVAL": "10",
+    "AIRFLOW__CORE__PARALLELISM": "16",
+    "AIRFLOW__CORE__MAX_ACTIVE_TASKS_PER_DAG": "32",
+}
+
+Task = tuple[str, str, str, int]
 
 
 class Gangs:
-    """An Airflow with a local cluster of 2 nodes x 2 pretended GPUs."""
+    """An Airflow with a local cluster of nodes with 2 pretended GPUs each."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(
+        self, home: Path, server: Postgres, installation: str = "tests", cluster: Path | None = None,
+        state: Path | None = None,
+    ) -> None:  # fmt: skip
         self.home = home
-        self.cluster = home / "cluster"
+        self.installation = installation
+        self.cluster = cluster or home / "cluster"
+        self.state = f"file://{state or home / 'state'}"
         self.admin = Admin(self.cluster)
+        self.ledger = home / "ledger"
+        self.ledger.mkdir(parents=True)
         connection = {
             "conn_type": "gpu_local",
             "extra": {
                 "path": str(self.cluster),
-                "nodes": 2,
+                "nodes": 60,
                 "gpus_per_node": 2,
                 "grace": 15,
                 "accelerator": "pretend",
@@ -43,21 +72,29 @@ class Gangs:
             home / "airflow",
             HERE / "dags",
             {
-                "AIRFLOW__GPU__INSTALLATION": "tests",
-                "AIRFLOW__GPU__STATE_URI": f"file://{home}/state",
-                "AIRFLOW__GPU__POLL_INTERVAL": "0.3",
+                **QUICK,
+                "AIRFLOW__GPU__INSTALLATION": installation,
+                "AIRFLOW__GPU__STATE_URI": self.state,
+                "AIRFLOW__GPU__POLL_INTERVAL": "0.5",
                 "AIRFLOW_CONN_GPU_DEFAULT": json.dumps(connection),
+                "LEDGER": str(self.ledger),
             },
+            database=server,
         )
 
+    # -- what is written of a task instance --------------------------------------------------------
+
+    def key(self, dag_id: str, run_id: str, task_id: str = "count", map_index: int = -1) -> RunKey:
+        return RunKey(self.installation, dag_id, run_id, task_id, map_index)
+
     def look(
-        self, dag_id: str, run_id: str, task_id: str, map_index: int = -1
+        self, dag_id: str, run_id: str, task_id: str = "count", map_index: int = -1
     ) -> tuple[Journal, Channel] | None:
         """Journal (read) and channel of the newest run of a task instance."""
 
         async def read() -> tuple[Journal, Channel] | None:
-            store = Store(f"file://{self.home}/state")
-            key = RunKey("tests", dag_id, run_id, task_id, map_index)
+            store = Store(self.state)
+            key = self.key(dag_id, run_id, task_id, map_index)
             found = await newest(store, key)
             if found is None:
                 return None
@@ -68,28 +105,99 @@ class Gangs:
 
         return asyncio.run(read())
 
+    def run(self, *task: Any, **more: Any) -> Run:
+        """The newest run of a task instance, as it is journalled."""
+        found = self.look(*task, **more)
+        assert found is not None, f"{task} has no run"
+        return found[0].run
+
+    def history(self, dag_id: str, run_id: str, task_id: str = "count", map_index: int = -1) -> History:
+        """What really ran for a task instance."""
+        return history(self.cluster, self.ledger, self.key(dag_id, run_id, task_id, map_index))
+
+    def settled(self, *task: Any, limit: float = 90) -> History:
+        """The same once nothing of it is alive any more, checked."""
+        self.airflow.until(lambda: self.history(*task).over, f"end of the jobs of {task}", limit)
+        return self.history(*task).check()
+
     def lives(self, *task: Any) -> list[Any]:
         found = self.look(*task)
         assert found is not None
         return [life for life in asyncio.run(found[1].lives()) if not life.fence]
 
-    def until_step(
-        self, dag_id: str, run_id: str, task_id: str, step: int, life: int = 1, limit: float = 120
-    ) -> str:
-        """Until that life has reported that many steps; the name of its job."""
-        end = time.monotonic() + limit
-        while time.monotonic() < end:
-            found = self.look(dag_id, run_id, task_id)
-            if found is not None and found[0].run.current is not None:
-                current = found[0].run.current
-                evidence = asyncio.run(found[1].evidence(current.number, ended=False))
-                if evidence.life and evidence.life.number >= life and (evidence.step or 0) >= step:
-                    return current.name
-            time.sleep(0.2)
-        raise AssertionError(f"{dag_id}/{run_id}/{task_id} did not come to step {step} of life {life}")
+    # -- how far it is, and where it is to stop ----------------------------------------------------
 
-    def alive(self) -> list[str]:
-        """Jobs of the cluster that are not over."""
+    def step(self, *task: Any) -> tuple[str, int, int] | None:
+        """Job, life and last reported step of what runs now."""
+        told = self.history(*task)
+        if not told.jobs or told.jobs[-1].over or not told.lives:
+            return None
+        job, life = told.jobs[-1], told.lives[-1]
+        if (job.incarnation, job.attempt) != (life.incarnation, life.attempt) or life.step is None:
+            return None
+        return job.name, life.number, life.step
+
+    def until_step(
+        self, dag_id: str, run_id: str, task_id: str = "count", step: int = 5, life: int = 1, map_index: int = -1,
+        limit: float = 120,
+    ) -> str:  # fmt: skip
+        """Until that life, or a later one, has reported that many steps; the name of its job."""
+
+        def there() -> str | None:
+            at = self.step(dag_id, run_id, task_id, map_index)
+            return at[0] if at is not None and at[1] >= life and at[2] >= step else None
+
+        what = f"step {step} of life {life} of {dag_id}/{run_id}/{task_id}[{map_index}]"
+        return str(self.airflow.until(there, what, limit))
+
+    def until_goes_on(self, *task: Any, steps: int = 10, limit: float = 120) -> None:
+        """Until what runs now has come further."""
+        at = self.step(*task)
+        since, life = (at[2], at[1]) if at is not None else (0, 0)
+
+        def further() -> bool:
+            now = self.step(*task)
+            return now is not None and (now[1] > life or now[2] >= since + steps)
+
+        self.airflow.until(further, f"progress of {task}", limit)
+
+    def _tell(self, kind: str, text: str, task: tuple[Any, ...]) -> None:
+        staged = self.ledger / f".{ledger_name(self.key(*task))}.{kind}"
+        staged.write_text(text)
+        staged.rename(self.ledger / f"{ledger_name(self.key(*task))}.{kind}")
+
+    def untell(self, kind: str, *task: Any) -> None:
+        """Take back what a gang was told."""
+        (self.ledger / f"{ledger_name(self.key(*task))}.{kind}").unlink()
+
+    def total(self, *task: Any, steps: int | None = None) -> int:
+        """Tell a gang of ``dags/steady.py`` where to stop: soon, unless ``steps`` says. The step."""
+        if steps is None:
+            at = self.step(*task)
+            steps = MARGIN + (at[2] if at is not None else 0)
+        self._tell("total", str(steps), task)
+        return steps
+
+    def crash(self, *task: Any, step: int) -> None:
+        """Let rank 1 fail at the step, once."""
+        self._tell("crash", str(step), task)
+
+    def die(self, *task: Any, point: str) -> None:
+        """Let the worker be killed once, see ``DyingOperator``."""
+        self._tell("die", point, task)
+
+    def succeed(self, dag_id: str, run_id: str, task_id: str = "count", map_index: int = -1) -> History:
+        """Let it come to its end, and check the result: each step was counted once, by somebody."""
+        task = (dag_id, run_id, task_id, map_index)
+        steps = self.total(*task)
+        self.airflow.wait_task(dag_id, run_id, task_id, "success", map_index=map_index, limit=180)
+        told = self.settled(*task)
+        result = self.airflow.xcom(dag_id, run_id, task_id, map_index=map_index)["result"]
+        assert result == {"start": told.starts[-1], "steps": steps, "sum": steps * (steps - 1) // 2}
+        return told
+
+    def alive(self, *names: str) -> list[str]:
+        """Jobs of the cluster that are not over; of these, if names of jobs are given."""
         over = (
             "DONE",
             "FAILED",
@@ -100,15 +208,42 @@ class Gangs:
             "CANCELLED",
             "REJECTED",
         )
-        return [name for name, row in self.admin.status()["jobs"].items() if row["native"] not in over]
+        rows = self.admin.status()["jobs"]
+        return [
+            name for name, row in rows.items() if row["native"] not in over and (not names or name in names)
+        ]
+
+    def stop(self) -> None:
+        """End the cluster with what runs on it."""
+        if self.cluster.exists():
+            self.admin.stop(gangs=True, grace=0)
 
 
 @pytest.fixture(scope="session")
-def gangs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gangs]:
-    gangs = Gangs(tmp_path_factory.mktemp("gangs"))
+def server() -> Iterator[Postgres]:
+    """The database server of all Airflows of this folder."""
     try:
-        with gangs.airflow:
-            yield gangs
+        programs()
+    except NoPostgres as error:
+        pytest.skip(f"no tests on a real Airflow: {error}")
+    with Postgres() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def gangs(tmp_path_factory: pytest.TempPathFactory, server: Postgres) -> Iterator[Gangs]:
+    made = Gangs(tmp_path_factory.mktemp("gangs"), server)
+    try:
+        with made.airflow:
+            yield made
     finally:
-        if gangs.cluster.exists():
-            gangs.admin.stop(gangs=True, grace=0)
+        made.stop()
+
+
+def eventually(done: Callable[[], Any], what: str, limit: float = 60) -> Any:
+    """The first answer that is true."""
+    end = time.monotonic() + limit
+    while not (answer := done()):
+        assert time.monotonic() < end, f"no {what} after {limit:.0f} s"
+        time.sleep(0.5)
+    return answer

@@ -154,6 +154,10 @@ class AirflowBed(AirflowApi):
         )
 
     def down(self) -> None:
+        # All are told at once, so that they end in the time of one.
+        for process in self.processes.values():
+            _signal(process, signal.SIGCONT)
+            _signal(process, signal.SIGTERM)
         for name in list(self.processes):
             self.stop(name)
         self.close()
@@ -184,37 +188,26 @@ class AirflowBed(AirflowApi):
         if process is None:
             return
         for wanted in (signal.SIGTERM, signal.SIGKILL):
-            try:
-                os.killpg(process.pid, wanted)
-            except ProcessLookupError:
-                break
+            _signal(process, wanted)
             try:
                 process.wait(limit)
                 break
             except subprocess.TimeoutExpired:
                 continue
         # Children of the component (workers of the scheduler) are in its group.
-        self._end_group(process)
+        _end_group(process)
 
     def kill(self, name: str) -> None:
         """SIGKILL for one component and everything it started, at once: a machine that lost its power."""
-        self._end_group(self.processes.pop(name))
-
-    @staticmethod
-    def _end_group(process: subprocess.Popen[bytes]) -> None:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.wait(10)
+        _end_group(self.processes.pop(name))
 
     def halt(self, name: str) -> None:
         """SIGSTOP: the component is alive, but does nothing; a machine that is not reached for a while."""
-        os.killpg(self.processes[name].pid, signal.SIGSTOP)
+        _signal(self.processes[name], signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
         """SIGCONT: it goes on where it was, and does not know that time has passed."""
-        os.killpg(self.processes[name].pid, signal.SIGCONT)
+        _signal(self.processes[name], signal.SIGCONT)
 
     def _log(self, name: str) -> int:
         (self.home / "out").mkdir(exist_ok=True)
@@ -266,6 +259,8 @@ class AirflowBed(AirflowApi):
         """Put an older database back, as an operator does: with everything stopped that uses it."""
         assert self.server is not None
         running = list(self.processes)
+        for process in self.processes.values():
+            _signal(process, signal.SIGTERM)
         for name in running:
             self.stop(name)
         self.close()
@@ -273,6 +268,19 @@ class AirflowBed(AirflowApi):
         for name in running:
             self.start(name)
         self.wait_healthy()
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """To a component and everything it started."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    _signal(process, signal.SIGKILL)
+    process.wait(10)
 
 
 def _fresh(part: Mapping[str, str], name: str, since: float) -> bool:

@@ -29,7 +29,7 @@ class AirflowApi:
     def check(self) -> None:
         """Raise if waiting makes no sense any more."""
 
-    def until(self, done: Callable[[], Any], what: str, limit: float = 90.0, pause: float = 0.3) -> Any:
+    def until(self, done: Callable[[], Any], what: str, limit: float = 90.0, pause: float = 1.0) -> Any:
         """The first answer of ``done`` that is true."""
         end = time.monotonic() + limit
         while True:

@@ -12,6 +12,7 @@ from airflow.sdk import BaseHook, BaseOperator, BaseOperatorLink
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
 __all__ = [
+    "NEXT_TRY",
     "AirflowException",
     "AirflowFailException",
     "BaseHook",
@@ -21,6 +22,16 @@ __all__ = [
     "default_deferrable",
     "task_state",
 ]
+
+
+NEXT_TRY = frozenset(
+    {"scheduled", "queued", "running", "restarting", "deferred", "up_for_retry", "up_for_reschedule"}
+)
+"""States in which a try has the task, or is on its way: it is the one to tell a Clear from a crash.
+
+Whoever is told to go in such a state leaves the gang alone. Seen on Airflow
+3.3: a worker got SIGTERM because the scheduler had given its try up by mistake.
+"""
 
 
 def conf_get(key: str, fallback: str | None = None) -> str | None:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow_gpu.compat import (
+    NEXT_TRY,
     AirflowException,
     AirflowFailException,
     BaseOperator,
@@ -168,6 +169,7 @@ class GangOperator(BaseOperator):
         from airflow_gpu.gang.run import Cause, Seed
         from airflow_gpu.hooks.world import state_store
         from airflow_gpu.lineage import dag_run_identity, previous_checkpoint
+        from airflow_gpu.patience import patiently
         from airflow_gpu.rundir.slot import take
 
         ti = context["ti"]
@@ -179,22 +181,26 @@ class GangOperator(BaseOperator):
         if self.execution_timeout is not None:
             started = ti.start_date.timestamp() if ti.start_date else time.time()
             deadline = started + self.execution_timeout.total_seconds()
-        store = await state_store(given)
+        store = await patiently(lambda: state_store(given), sleep=asyncio.sleep, say=self.log.warning)
 
         async def previous() -> tuple[Seed | None, str]:
             return await previous_checkpoint(store, key, gang, ti)
 
         while True:
-            held = await take(
-                store,
-                key,
-                me,
-                on_clear=gang.recovery.on_clear,
-                gang=json.loads(gang.to_json()),
-                digest=gang.digest(),
-                deadline=deadline,
-                now=time.time(),
-                seed=previous if gang.checkpointing.continue_previous else None,
+            held = await patiently(
+                lambda: take(
+                    store,
+                    key,
+                    me,
+                    on_clear=gang.recovery.on_clear,
+                    gang=json.loads(gang.to_json()),
+                    digest=gang.digest(),
+                    deadline=deadline,
+                    now=time.time(),
+                    seed=previous if gang.checkpointing.continue_previous else None,
+                ),
+                sleep=asyncio.sleep,
+                say=self.log.warning,
             )
             if not (held.claim.action == "new" and held.claim.stop):
                 self.log.info(
@@ -291,9 +297,10 @@ class GangOperator(BaseOperator):
         except Exception as error:
             self.log.warning("SIGTERM, and Airflow does not say why (%r): the gang goes on", error)
             raise SystemExit(143) from None
-        if state == "running":
+        if state in NEXT_TRY:
             self.log.info(
-                "SIGTERM, but the task is still running for Airflow: the gang goes on, the next try adopts it"
+                "SIGTERM, and the task is %s: the gang goes on, and the next try decides what becomes of it",
+                state,
             )
         else:
             await driver.stop(

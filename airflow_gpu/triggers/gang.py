@@ -18,7 +18,6 @@ import asyncio
 import contextvars
 import json
 import logging
-import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
 
 KILL_ANSWER_LIMIT = 10.0
 """Seconds that Airflow may take to say what became of the task."""
-
-READ_LIMIT = 600.0
-"""Seconds for which a run directory that cannot be read (yet) is tried again."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,30 +93,26 @@ class GangTrigger(BaseTrigger):
 
     async def _driver(self) -> Driver:
         from airflow_gpu.driver import Driver
+        from airflow_gpu.gang.identity import RunKey
         from airflow_gpu.gang.spec import Gang
         from airflow_gpu.hooks.world import airflow_world, state_store
+        from airflow_gpu.patience import patiently
         from airflow_gpu.rundir.journal import Journal
         from airflow_gpu.rundir.slot import read_run
         from airflow_gpu.rundir.store import StoreError
         from airflow_gpu.settings import settings
 
         given = replace(settings(named=False), state_uri=self.state_uri, state_conn_id=self.state_conn_id)
-        store = await state_store(given)
-        end = time.monotonic() + READ_LIMIT
-        while True:
-            try:
-                key, incarnation = await read_run(store, self.path)
-                journal = Journal(store, self.path)
-                run = await journal.refresh()
-                if run.epoch >= self.epoch:
-                    break
-                trouble: object = f"owner {self.epoch} is not in the journal yet"
-            except StoreError as error:
-                trouble = error
-            if time.monotonic() >= end:
-                raise StoreError(f"the run at {self.path} cannot be read: {trouble}")
-            self.log.warning("the run directory cannot be read, trying again: %s", trouble)
-            await asyncio.sleep(given.poll)
+
+        async def read() -> tuple[RunKey, str, Journal]:
+            store = await state_store(given)
+            key, incarnation = await read_run(store, self.path)
+            journal = Journal(store, self.path)
+            if (await journal.refresh()).epoch < self.epoch:
+                raise StoreError(f"owner {self.epoch} is not in the journal of {self.path} yet")
+            return key, incarnation, journal
+
+        key, incarnation, journal = await patiently(read, sleep=asyncio.sleep, say=self.log.warning)
         gang = Gang.from_json(json.dumps(journal.gang_of(self.epoch)))
         world = airflow_world(given, self.log.info, self.log.info)
         return Driver(journal, key, incarnation, gang, epoch=self.epoch, world=world)
@@ -164,7 +156,7 @@ class GangTrigger(BaseTrigger):
         ti = self.task_instance
         if ti is None:
             return
-        from airflow_gpu.compat import task_state
+        from airflow_gpu.compat import NEXT_TRY, task_state
 
         try:
             state = await asyncio.wait_for(
@@ -176,9 +168,9 @@ class GangTrigger(BaseTrigger):
                 "cannot tell why this trigger was cancelled, leaving the gang running: %r", error
             )
             return
-        if state == "deferred":
-            # Handed over to another triggerer (or cleared and deferred again: then a newer owner has the run).
-            self.log.info("this trigger was moved to another triggerer; the gang goes on")
+        if state in NEXT_TRY:
+            # Handed over to another triggerer, or another try is on its way and sees what is to be done.
+            self.log.info("the task is %s: the gang goes on, in other hands", state)
             return
         driver = await self._driver()
         stopped = await driver.stop(

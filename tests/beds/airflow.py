@@ -166,14 +166,14 @@ class AirflowBed(AirflowApi):
 
     # -- components --------------------------------------------------------------------------------
 
-    def start(self, name: str) -> None:
-        """Start a component, see COMPONENTS."""
+    def start(self, name: str, *command: str) -> None:
+        """Start a component, see COMPONENTS; with another command than usual where one is given."""
         if name in self.processes:
             raise RuntimeError(f"{name} runs already")
         out = self._log(name)
         try:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "airflow", *COMPONENTS[name]],
+                [sys.executable, "-m", "airflow", *(command or COMPONENTS[name])],
                 env=self.env,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -11,7 +11,6 @@ import ast
 import asyncio
 import http.client
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,10 +50,10 @@ class ApiServer(AirflowBed):
             env=self.env, check=True, stdout=self._log("migrate"), stderr=subprocess.STDOUT,
         )  # fmt: skip
         self.start("api-server", "api-server", "--apps", "core")
-        self._until(self._answers, "an API server")
+        self.until(self._answers, "an API server")
 
     def down(self) -> None:
-        self.stop("api-server", signal.SIGKILL)  # it holds nothing, and is slow to say good-bye
+        self.kill("api-server")  # it holds nothing, and is slow to say good-bye
         super().down()
 
     def _answers(self) -> bool:

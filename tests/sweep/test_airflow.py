@@ -72,7 +72,7 @@ class Place:
         return found
 
     def until(self, done: Callable[[], Any], what: str, limit: float = LIMIT) -> Any:
-        return self.bed._until(done, what, limit)
+        return self.bed.until(done, what, limit)
 
     def stay(self) -> str:
         """Three gangs that run, deferred."""

@@ -53,7 +53,8 @@ class ApiServer(AirflowBed):
         self.until(self._answers, "an API server")
 
     def down(self) -> None:
-        self.kill("api-server")  # it holds nothing, and is slow to say good-bye
+        if "api-server" in self.processes:
+            self.kill("api-server")  # it holds nothing, and is slow to say good-bye
         super().down()
 
     def _answers(self) -> bool:

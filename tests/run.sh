@@ -49,12 +49,14 @@ if ! command -v mpirun >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/
   stage "packages" bash -c 'apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends openmpi-bin libopenmpi-dev gcc libc6-dev >/dev/null'
   FAILED=0
 fi
-stage "request and lifecycle" "$PY" -m pytest -q tests/gang
+stage "request and lifecycle" "$PY" -m pytest -q tests/gang tests/placement
 stop_if_failed
 stage "runtime in the job" "$PY" -m pytest -q tests/runtime
 stage "run directory and stores" "$PY" -m pytest -q tests/rundir
 stage "driver" "$PY" -m pytest -q tests/driver
 stage "local target" "$PY" -m pytest -q tests/targets
+stop_if_failed
+stage "sweep and commands" "$PY" -m pytest -q tests/sweep tests/cli
 stop_if_failed
 if [ "$MODE" = --all ]; then
   stage "conformance" "$PY" -m pytest -q tests/conformance --table docs/conformance.md

@@ -16,7 +16,6 @@ Airflow's SDK; that works without a running Airflow, but is as slow.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -199,8 +198,3 @@ def _of_address(text: str) -> dict[str, Any]:
         "port": parts.port,
         "extra": extra or None,
     }
-
-
-def environment() -> Mapping[str, str]:
-    """The process's own."""
-    return os.environ

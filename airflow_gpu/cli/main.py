@@ -251,3 +251,31 @@ def sweep(place: Place, asks: Any, dry_run: bool, lost: bool, days: float, wait:
     from airflow_gpu.cli.sweep import sweep_now
 
     return run(sweep_now(place, asks, dry_run=dry_run, lost=lost, days=days, wait=wait, as_json=as_json))
+
+
+@commands.command(
+    epilog="\b\nExamples:\n  airflow-gpu doctor\n  airflow-gpu doctor slurm_h100 --job\n  airflow-gpu doctor --json"
+)
+@click.argument("names", metavar="[TARGET]...", nargs=-1)
+@click.option(
+    "--job", is_flag=True, help="Also run a gang of one node on each target, without GPUs where it can."
+)
+@click.option(
+    "--wait",
+    type=click.FloatRange(min=1),
+    default=300,
+    show_default=True,
+    help="Longest wait for that job, in seconds.",
+)
+@placed
+def doctor(place: Place, names: tuple[str, ...], job: bool, wait: float, as_json: bool) -> int:
+    """Check settings, state store, connections, targets and channels.
+
+    TARGET is the id of a connection; without any, all that options, [gpu] targets,
+    the file of connections and the environment name. Stores are proven by writing
+    a few small files, which are removed. With --job, a gang of one node says what
+    its side sees: whether it can write to the channel, its Python, its clock.
+    """
+    from airflow_gpu.cli.doctor import examine
+
+    return run(examine(place, list(names), job=job, wait=wait, as_json=as_json))

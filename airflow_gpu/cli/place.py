@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from airflow_gpu.cli.connections import BadFile, Connections, target_of
-from airflow_gpu.targets.base import Target, TargetError
+from airflow_gpu.targets.base import NotConfigured, Target, TargetError
 
 if TYPE_CHECKING:
     from airflow_gpu.driver import World
@@ -114,7 +114,7 @@ class Place:
         return self._targets[name]
 
     def world(self, say: Callable[[str], None]) -> World:
-        """For ending gangs. It resolves no secrets, since nothing is submitted."""
+        """For ending gangs. It resolves no secrets: the only gang that a command submits, the doctor's, has none."""
         from airflow_gpu.driver import World
         from airflow_gpu.rundir.store import Store
         from airflow_gpu.targets.watch import Watcher
@@ -122,8 +122,10 @@ class Place:
         def watcher(of: Target) -> Watcher:
             return self._watchers.setdefault(id(of), Watcher(of, POLL))
 
-        async def no_secrets(_: Mapping[str, str]) -> Mapping[str, str]:
-            raise TargetError("a command resolves no secrets")
+        async def no_secrets(references: Mapping[str, str]) -> Mapping[str, str]:
+            if references:
+                raise NotConfigured("a command resolves no secrets")
+            return {}
 
         return World(
             clock=time.time,

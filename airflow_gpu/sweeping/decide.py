@@ -63,6 +63,12 @@ COMING: Final = frozenset(
 
 ABSENT: Final = "not there"
 
+DOCTOR: Final = "airflow-gpu-doctor"
+"""DAG id of the gangs that ``airflow-gpu doctor --job`` runs, of which Airflow knows nothing."""
+
+DOCTOR_LIMIT: Final = 3600.0
+"""Seconds for which such a gang is wanted. One whose command was killed is left behind like any other."""
+
 
 def answer_of(state: str | None, *, exists: bool = True, trusted: bool = True) -> Answer:
     """Airflow's answer for one task instance.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -27,7 +28,15 @@ from airflow_gpu.rundir.journal import Journal
 from airflow_gpu.rundir.slot import newest, read_run
 from airflow_gpu.rundir.store import Store, StoreError
 from airflow_gpu.sweeping.airflow import AsksAirflow, CannotAsk
-from airflow_gpu.sweeping.decide import Answer, answer_of, installation_label, unasked
+from airflow_gpu.sweeping.decide import (
+    DOCTOR,
+    DOCTOR_LIMIT,
+    Answer,
+    Wanted,
+    answer_of,
+    installation_label,
+    unasked,
+)
 from airflow_gpu.sweeping.listing import RunDir, run_dirs
 from airflow_gpu.targets.base import Listed, NotConfigured, Target, TargetError
 from airflow_gpu.targets.watch import bounded
@@ -328,8 +337,14 @@ async def _ask(store: Store, asks: AsksAirflow, seen: list[SeenRun], over: list[
     """Fill in Airflow's answers; "" or why there was none for some."""
     by_dag: dict[str, list[SeenRun]] = defaultdict(list)
     for item in seen:
-        if item.key is not None and item.newest:
+        if item.key is None or not item.newest:
+            continue
+        if item.key.dag_id != DOCTOR:
             by_dag[item.key.dag_id].append(item)
+        elif time.time() - item.dir.touched < DOCTOR_LIMIT:
+            item.answer = Answer(Wanted.YES, "of airflow-gpu doctor")
+        else:
+            item.answer = answer_of(None, exists=False)
     told: dict[RunKey, str | None] = {}
     troubles: dict[str, str] = {}
 

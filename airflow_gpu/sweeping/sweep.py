@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from airflow_gpu.driver import World
 from airflow_gpu.gang.entries import JournalError
@@ -101,7 +101,7 @@ async def sweep(
                 found.journal,
                 found.key,
                 found.dir.incarnation,
-                world,
+                replace(world, say=lambda line: world.say(f"{item.run}: {line}")),
                 _why(item),
                 limit=options.limit + grace_of(found, found.run.epoch if found.run is not None else 0),
             )

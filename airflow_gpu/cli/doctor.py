@@ -1,0 +1,412 @@
+"""``airflow-gpu doctor``: settings, state store, targets, channels; with ``--job`` also from inside a job.
+
+Purpose: one table that says what works, and for what does not, one sentence on
+what to do. Everything is found out by doing it: stores are written to and
+raced, targets asked, and the job is a gang of one node like any other.
+
+What it does not do: start anything without ``--job``.
+
+Limits: a check that needs an earlier one is left out when that failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from airflow_gpu.cli.place import Place
+from airflow_gpu.cli.show import cell, out, print_json, say, table
+from airflow_gpu.driver import Driver
+from airflow_gpu.gang.function import FunctionSource
+from airflow_gpu.gang.identity import LABEL_PREFIX, RunKey, run_path, slot_path
+from airflow_gpu.gang.ownership import Try
+from airflow_gpu.gang.run import Verdict
+from airflow_gpu.gang.spec import Gang
+from airflow_gpu.rundir.slot import take
+from airflow_gpu.rundir.store import Store, StoreError
+from airflow_gpu.sweeping.decide import DOCTOR, installation_label
+from airflow_gpu.sweeping.listing import run_dirs
+from airflow_gpu.targets.base import NotConfigured, Offer, Target, TargetError
+from airflow_gpu.targets.watch import bounded
+
+SKEW = 30.0
+"""Seconds by which clocks may differ before it is worth a warning: limits on waiting are compared across them."""
+
+STORE_SLOW = 5.0
+"""Seconds that the race of writers may take before it is worth a warning."""
+
+OK, WARN, FAIL, LEFT_OUT = "ok", "warn", "fail", "-"
+_COLOURS = {OK: "green", WARN: "yellow", FAIL: "red", LEFT_OUT: "dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One row: what was checked, where, how it went, what was found, and what to do."""
+
+    where: str
+    check: str
+    result: str
+    found: str
+    todo: str = ""
+
+
+def probe(gang=None):  # type: ignore[no-untyped-def]
+    """Runs in the job: who it is there, and whether a checkpoint can be written and read back."""
+    import platform
+    import sys
+    import time
+
+    begun = time.time()
+    with gang.checkpoint.save(1) as folder:
+        (folder / f"rank-{gang.rank}").write_text("written by the job")
+    return {
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "host": platform.node(),
+        "time": begun,
+    }
+
+
+async def examine(place: Place, names: list[str], *, job: bool, wait: float, as_json: bool) -> int:
+    """All checks; 3 when one has failed."""
+    checks = _settings(place)
+    store_checks, good = await _state_store(place)
+    checks += store_checks
+    targets = names or place.names()
+    if not targets:
+        checks.append(
+            Check(
+                "targets",
+                "known",
+                WARN,
+                "none",
+                "name connections: airflow-gpu doctor ID, or [gpu] targets, or AIRFLOW_CONN_<ID>",
+            )
+        )
+    for name in targets:
+        checks += await _target(place, name, job=job and good, wait=wait)
+    failed = any(check.result == FAIL for check in checks)
+    if as_json:
+        print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
+    else:
+        _show(checks)
+    return 3 if failed else 0
+
+
+def _show(checks: list[Check]) -> None:
+    made = table("WHERE", "CHECK", "RESULT", "FOUND", "WHAT TO DO")
+    for check in checks:
+        colour = _COLOURS[check.result]
+        made.add_row(
+            cell(check.where),
+            cell(check.check),
+            f"[{colour}]{check.result}[/]",
+            cell(check.found),
+            cell(check.todo),
+        )
+    console = out()
+    console.print(made)
+    counts = {result: sum(check.result == result for check in checks) for result in (OK, WARN, FAIL)}
+    console.print(", ".join(f"{count} {result}" for result, count in counts.items()), highlight=False)
+
+
+# -- settings and the state store ------------------------------------------------------------------
+
+
+def _settings(place: Place) -> list[Check]:
+    checks = [Check("settings", "installation", OK, place.installation)]
+    local = place.state_uri.startswith(("file:", "/"))
+    checks.append(
+        Check(
+            "settings",
+            "state_uri",
+            OK,
+            place.state_uri,
+            "every worker, triggerer and API server must see this folder, at this path" if local else "",
+        )
+    )
+    poll = place.option("poll_interval") or "5"
+    try:
+        float(poll)
+    except ValueError:
+        checks.append(
+            Check("settings", "poll_interval", FAIL, poll, "set [gpu] poll_interval to a number of seconds")
+        )
+    return checks
+
+
+async def _state_store(place: Place) -> tuple[list[Check], bool]:
+    store = place.store()
+    checks, good = await _writes(
+        "state store", store, "the process that runs Airflow must be able to write here"
+    )
+    if good:
+        try:
+            count = len(await run_dirs(store, place.installation))
+            checks.append(Check("state store", "run directories", OK, f"{count} of {place.installation!r}"))
+        except StoreError as error:
+            checks.append(
+                Check(
+                    "state store",
+                    "run directories",
+                    FAIL,
+                    str(error),
+                    "give the credentials the right to list",
+                )
+            )
+            good = False
+    return checks, good
+
+
+async def _writes(where: str, store: Store, todo: str) -> tuple[list[Check], bool]:
+    """Create-only writes are raced, and the store's clock is compared with ours."""
+    begun = time.monotonic()
+    try:
+        await store.prove()
+    except StoreError as error:
+        hint = todo if "create-only" not in str(error) else "use a store that honours create-only writes"
+        return [Check(where, "create-only writes", FAIL, str(error), hint)], False
+    took = time.monotonic() - begun
+    slow = took > STORE_SLOW
+    checks = [
+        Check(
+            where,
+            "create-only writes",
+            WARN if slow else OK,
+            f"8 writers raced, one won; {took:.1f} s",
+            "it is slow: a store nearer to Airflow makes every decision faster" if slow else "",
+        )
+    ]
+    skew = await _skew(store)
+    if skew is not None:
+        checks.append(_clock(where, skew, "the store"))
+    return checks, True
+
+
+async def _skew(store: Store) -> float | None:
+    """Seconds by which the store's clock is ahead of ours, at least; 0 when it may be right."""
+    folder = f"probe-{secrets.token_hex(8)}"
+    before = time.time()
+    try:
+        await store.create(f"{folder}/clock", secrets.token_bytes(8))
+        after = time.time()
+        found = await _modified(store, f"{folder}/clock")
+        return _off(found, before, after)
+    except StoreError:
+        return None
+    finally:
+        try:
+            await store.delete_tree(folder)
+        except StoreError:
+            pass
+
+
+async def _modified(store: Store, path: str) -> float:
+    import obstore
+
+    def once() -> float:
+        return float(obstore.head(store._reader(), path)["last_modified"].timestamp())
+
+    return await store._retry(once, path)
+
+
+def _off(found: float, before: float, after: float) -> float:
+    """How far a clock is off that said ``found`` at a moment between the two. A second is rounding."""
+    if before - 1 <= found <= after + 1:
+        return 0.0
+    return found - after if found > after else found - before
+
+
+def _clock(where: str, skew: float, whose: str) -> Check:
+    if abs(skew) <= SKEW:
+        return Check(where, "clock", OK, "as here" if not skew else f"{skew:+.0f} s")
+    return Check(
+        where, "clock", WARN, f"{skew:+.0f} s", f"set the clocks of {whose} and of this machine by NTP"
+    )
+
+
+# -- targets ---------------------------------------------------------------------------------------
+
+
+async def _target(place: Place, name: str, *, job: bool, wait: float) -> list[Check]:
+    try:
+        conn, where = await asyncio.to_thread(place.connections.find, name)
+        target = await place.target(name)
+    except TargetError as error:
+        return [
+            Check(
+                name,
+                "connection",
+                FAIL,
+                str(error),
+                f"create it in Airflow, or set AIRFLOW_CONN_{name.upper()}",
+            )
+        ]
+    checks = [Check(name, "connection", OK, f"{conn.conn_type}, from {where}")]
+    small = _gang(name, 0)
+    offers, offered = await _offers(name, target, small)
+    checks += offers
+    label = {LABEL_PREFIX + "installation": installation_label(place.installation)}
+
+    async def jobs() -> str:
+        found = await bounded(target.inventory(label), name)
+        return f"{sum(not listed.sighting.state.ended for listed in found)} living, {len(found)} in all"
+
+    checks.append(
+        await _tried(name, "jobs can be listed", jobs, "give the credentials the right to list jobs")
+    )
+    channel, good = await _channel(name, target)
+    checks += channel
+    if not job:
+        checks.append(
+            Check(
+                name, "job", LEFT_OUT, "not tried", "--job runs a gang of one node that writes to the channel"
+            )
+        )
+    elif not (good and offered is not None):
+        checks.append(Check(name, "job", LEFT_OUT, "not tried", "what is wrong above comes first"))
+    else:
+        checks += await _job(place, name, offered, wait)
+    return checks
+
+
+async def _tried(name: str, check: str, work: Callable[[], Awaitable[str]], todo: str) -> Check:
+    try:
+        return Check(name, check, OK, await work())
+    except TargetError as error:
+        return Check(name, check, FAIL, str(error), todo)
+
+
+async def _offers(name: str, target: Target, small: Gang) -> tuple[list[Check], Gang | None]:
+    """What it can give, and the smallest gang that it takes."""
+    todo = "see whether the address is right and the system is up, and whether the credentials may look at its nodes"
+    try:
+        for gang in (small, replace_gpus(small, 1)):
+            able = [offer for offer in await bounded(target.offers(gang), name) if not offer.reason]
+            if able:
+                return [Check(name, "answers", OK, _offer(able[0], gang))], gang
+        refused = "; ".join(offer.reason for offer in await bounded(target.offers(small), name))
+        return [
+            Check(
+                name, "answers", FAIL, refused or "no offer", "it takes no gang of one node: see the reason"
+            )
+        ], None
+    except TargetError as error:
+        return [Check(name, "answers", FAIL, str(error), todo)], None
+
+
+def replace_gpus(gang: Gang, count: int) -> Gang:
+    """The same with GPUs."""
+    return Gang.from_fields({**gang.fields(), "gpus_per_node": count, "ranks_per_node": None})
+
+
+def _offer(offer: Offer, gang: Gang) -> str:
+    kind = f" of {offer.accelerator}" if offer.accelerator else ""
+    free = "?" if offer.free_nodes is None else offer.free_nodes
+    total = "?" if offer.total_nodes is None else offer.total_nodes
+    return f"{free} of {total} nodes{kind} free ({offer.provisioning}, {gang.gpus_per_node} GPUs asked for)"
+
+
+async def _channel(name: str, target: Target) -> tuple[list[Check], bool]:
+    try:
+        store = Store(target.channel)
+    except StoreError as error:
+        return [Check(name, "channel", FAIL, str(error), "set the channel in the connection")], False
+    checks, good = await _writes(
+        name, store, "Airflow must be able to write to the channel: check the mount, the path and the rights"
+    )
+    return [replace(check, check=f"channel {target.channel}: {check.check}") for check in checks], good
+
+
+# -- from inside of a job --------------------------------------------------------------------------
+
+
+def _gang(name: str, gpus: int, wait: float = 300.0) -> Gang:
+    return Gang(
+        function=FunctionSource.of(probe, (), {}),
+        nodes=1,
+        gpus_per_node=gpus,
+        targets=name,
+        time_limit=max(60.0, wait),
+        stop_grace=5,
+        placement={"max_wait": max(1.0, wait), "start_timeout": max(1.0, wait)},
+        checkpointing={"interval": None},
+        recovery={"mode": "never", "unknown_limit": max(1.0, wait)},
+    )
+
+
+async def _job(place: Place, name: str, gang: Gang, wait: float) -> list[Check]:
+    """Run a gang of one node there, as any gang is run, and look at what it left."""
+    store = place.store()
+    key = RunKey(place.installation, DOCTOR, f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}", name)
+    gang = _gang(name, gang.gpus_per_node, wait)
+    held = await take(
+        store,
+        key,
+        Try(f"doctor-{secrets.token_hex(4)}", 1, 0),
+        on_clear="resume",
+        gang=json.loads(gang.to_json()),
+        digest=gang.digest(),
+        deadline=time.time() + wait,
+        now=time.time(),
+    )
+    world = place.world(lambda line: say(f"{name}: {line}"))
+    before = time.time()
+    driver = Driver(held.journal, key, held.incarnation, gang, epoch=held.epoch, world=world)
+    path = run_path(key, held.incarnation)
+    try:
+        async with asyncio.timeout(wait + 60):
+            verdict = await driver.run()
+    except (TimeoutError, StoreError, TargetError) as error:
+        await driver.stop("user", "the doctor does not wait any longer")
+        why = str(error) or f"no verdict after {wait:.0f} s"
+        return [Check(name, "job", FAIL, why, f"airflow-gpu logs {path}; airflow-gpu sweep ends it")]
+    assert verdict is not None
+    if not verdict.success:
+        return [_no_job(name, verdict, path)]
+    checks = _inside(name, verdict, before, time.time())
+    for attempt in held.journal.run.attempts:
+        await Store(attempt.channel.removesuffix(f"/{path}")).delete_tree(slot_path(key))
+    await store.delete_tree(slot_path(key))
+    return checks
+
+
+def _no_job(name: str, verdict: Verdict, path: str) -> Check:
+    failure = verdict.record.get("failure") or {}
+    tail = str(failure.get("tail") or "").strip().splitlines()[-1:]
+    found = " ".join([f"{verdict.cause}: {verdict.message}", *tail]).strip()
+    todos = {
+        "stopped": "no node was free in time; try again with a longer --wait",
+        "queued_too_long": "no node was free in time; try again with a longer --wait",
+        "not_started": "the runtime never started: is there a Python 3.8 or later, and does the node see the channel?",
+        "no_evidence": "the ranks left no records: the node cannot write to the channel, or sees it at another path",
+        "rejected": "the target refuses the job, see the reason",
+    }
+    todo = todos.get(verdict.cause.value, "read its output")
+    return Check(name, "job", FAIL, found, f"{todo}. Output: airflow-gpu logs {path}")
+
+
+def _inside(name: str, verdict: Verdict, before: float, after: float) -> list[Check]:
+    told: dict[str, Any] = verdict.record.get("result") or {}
+    checkpoint = verdict.record.get("checkpoint")
+    checks = [
+        Check(name, "job", OK, f"ran on {told.get('host')} in {after - before:.1f} s"),
+        Check(name, "job: Python", OK, f"{told.get('python')} ({told.get('executable')})"),
+        Check(name, "job: reads and writes the channel", OK, f"a checkpoint at step {checkpoint['step']}")
+        if checkpoint
+        else Check(
+            name,
+            "job: reads and writes the channel",
+            FAIL,
+            "its checkpoint was not saved",
+            "the node must be able to write to the channel",
+        ),
+    ]
+    if isinstance(told.get("time"), float):
+        checks.append(_clock(name, _off(told["time"], before, after), "the nodes"))
+    return checks

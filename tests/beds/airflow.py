@@ -202,12 +202,12 @@ class AirflowBed(AirflowApi):
         _end_group(self.processes.pop(name))
 
     def halt(self, name: str) -> None:
-        """SIGSTOP: the component is alive, but does nothing; a machine that is not reached for a while."""
-        _signal(self.processes[name], signal.SIGSTOP)
+        """SIGSTOP for the component's first process: no heartbeats, and what it started goes on."""
+        os.kill(self.processes[name].pid, signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
         """SIGCONT: it goes on where it was, and does not know that time has passed."""
-        _signal(self.processes[name], signal.SIGCONT)
+        os.kill(self.processes[name].pid, signal.SIGCONT)
 
     def _log(self, name: str) -> int:
         (self.home / "out").mkdir(exist_ok=True)

@@ -91,7 +91,7 @@ RETRIES = {"retries": 2, "retry_delay": timedelta(seconds=1)}
 
 
 class DyingOperator(GangOperator):
-    """Its worker is killed once, where a file ``NAME.die`` says: before_submit, before_defer."""
+    """Its worker is killed once, where a file ``NAME.die`` says: before_submit, after_submit, before_defer."""
 
     def _die(self, point: str) -> None:
         key = self._key
@@ -107,13 +107,17 @@ class DyingOperator(GangOperator):
     def _driver(self, held, given, gang):
         driver = super()._driver(held, given, gang)
         self._key = held.key
-        submit = driver._submit
+        submit, submitted = driver._submit, driver._submitted
 
-        async def dying(attempt):
+        async def dying_before(attempt):
             self._die("before_submit")
             await submit(attempt)
 
-        driver._submit = dying
+        async def dying_after(attempt, platform_id):
+            self._die("after_submit")
+            await submitted(attempt, platform_id)
+
+        driver._submit, driver._submitted = dying_before, dying_after
         return driver
 
     def defer(self, **kwargs):

@@ -121,6 +121,7 @@ class Bench:
         self.log: list[str] = []
         self.asked_for_target: Callable[[], None] = lambda: None
         self.claim: Claim | None = None
+        self.note = ""
         self.skew = 0.0
 
     async def driver(self, gang: Gang, ti_id: str = "ti-1", number: int = 1, max_tries: int = 0) -> Driver:
@@ -134,7 +135,7 @@ class Bench:
             deadline=None,
             now=time.time() + self.skew,
         )
-        self.claim = held.claim
+        self.claim, self.note = held.claim, held.note
         watcher = Watcher(self.target, POLL)
 
         async def target(_: str) -> Scripted:

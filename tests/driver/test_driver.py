@@ -262,3 +262,59 @@ async def test_what_is_not_there_is_said_at_once(bench: Bench) -> None:
     found = await verdict(driver)
     assert (found.outcome, found.cause) == ("failed", Cause.REJECTED)
     assert "there is no connection 'gpu_prod'" in found.message
+
+
+async def test_another_program_begins_again_and_says_so(bench: Bench) -> None:
+    """Cleared after the command was changed: the old checkpoint is not its own. Unless it is told otherwise."""
+    first = await bench.driver(bench.gang(env={"RATE": "1"}))
+    await first.run(until_submitted=True)
+    bench.life(first, 1, 1)
+    changed = await bench.driver(bench.gang(env={"RATE": "2"}), "ti-2", 2, max_tries=2)
+    assert "env.RATE changed" in bench.note
+    assert "IT BEGINS AGAIN" in bench.note
+    task = asyncio.create_task(verdict(changed))
+    await until(lambda: len(bench.target.submitted) == 2)
+    assert [a.resume for a in changed.journal.run.attempts] == [True, False]
+    bench.life(changed, 3, 2)
+    stays = bench.gang(env={"RATE": "3"}, checkpointing={"on_change": "resume"})
+    third = await bench.driver(stays, "ti-3", 3, max_tries=3)
+    assert "goes on from the newest all the same" in bench.note
+    again = asyncio.create_task(verdict(third))
+    await until(lambda: len(bench.target.submitted) == 3)
+    assert third.journal.run.attempts[-1].resume
+    task.cancel(), again.cancel()
+
+
+async def test_what_an_adopted_attempt_computes_goes_on(bench: Bench) -> None:
+    """The DAG changed while a worker died: what runs is let run, and only a next attempt begins again."""
+    first = await bench.driver(bench.gang(env={"RATE": "1"}))
+    await first.run(until_submitted=True)
+    bench.life(first, 1, 1)
+    adopter = await bench.driver(bench.gang(env={"RATE": "2"}), "ti-2", 2)
+    assert "what runs goes on" in bench.note
+    task = asyncio.create_task(verdict(adopter))
+    await asyncio.sleep(0.3)
+    assert len(bench.target.submitted) == 1
+    bench.target.set(State.PREEMPTED)
+    await until(lambda: len(bench.target.submitted) == 2)
+    assert [a.resume for a in adopter.journal.run.attempts] == [True, False]
+    task.cancel()
+
+
+async def test_what_a_lost_run_directory_left_is_ended_first(bench: Bench, tmp_path: Path) -> None:
+    """By its labels on the target; another installation's job of the same task is not touched."""
+    import shutil
+    from dataclasses import replace
+
+    lost = await bench.driver(bench.gang())
+    await lost.run(until_submitted=True)
+    [name] = bench.target.submitted
+    job = bench.target.jobs[name]["job"]
+    theirs = replace(job, name="theirs", labels={**job.labels, "airflow-gpu/installation": "other"})
+    bench.target.jobs["theirs"] = {**bench.target.jobs[name], "job": theirs}
+    shutil.rmtree(tmp_path / "state")
+    again = await bench.driver(bench.gang())
+    await again.run(until_submitted=True)
+    assert bench.target.cancelled == [name]
+    assert len(bench.target.submitted) == 2
+    assert bench.target.jobs["theirs"]["state"] is State.RUNNING

@@ -54,4 +54,8 @@ async def patiently(
         before_sleep=tell,
         reraise=True,
     )
-    return await again(call)
+
+    async def called() -> T:  # tenacity awaits what is declared so; a lambda's coroutine it would hand back
+        return await call()
+
+    return await again(called)

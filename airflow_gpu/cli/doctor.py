@@ -238,15 +238,13 @@ async def _target(place: Place, name: str, *, job: bool, wait: float) -> list[Ch
         conn, where = await asyncio.to_thread(place.connections.find, name)
         target = await place.target(name)
     except TargetError as error:
-        return [
-            Check(
-                name,
-                "connection",
-                FAIL,
-                str(error),
-                f"create it in Airflow, or set AIRFLOW_CONN_{name.upper()}",
-            )
-        ]
+        missing = isinstance(error, NotConfigured)
+        todo = (
+            f"create it in Airflow, or set AIRFLOW_CONN_{name.upper()}"
+            if missing
+            else "correct the connection"
+        )
+        return [Check(name, "connection", FAIL, str(error), todo)]
     checks = [Check(name, "connection", OK, f"{conn.conn_type}, from {where}")]
     small = _gang(name, 0)
     offers, offered = await _offers(name, target, small)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
-
-import pytest
 
 from tests.cli.conftest import Shell
 from tests.sweep.conftest import Plant
@@ -56,14 +53,18 @@ async def test_what_is_wrong(plant: Plant, shell: Shell, tmp_path: Any) -> None:
     assert found["here", "job"]["result"] == "-"  # it could not be journalled
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 async def test_a_channel_that_cannot_be_written(plant: Plant, shell: Shell, tmp_path: Any) -> None:
-    channel = tmp_path / "channel"
-    channel.mkdir(mode=0o500)
-    extra = {"path": str(tmp_path / "cluster"), "nodes": 1, "gpus_per_node": 1, "channel": str(channel)}
+    (tmp_path / "file").write_text("not a folder: here not even root may write")
+    extra = {
+        "path": str(tmp_path / "cluster"),
+        "nodes": 1,
+        "gpus_per_node": 1,
+        "channel": f"{tmp_path}/file/runs",
+    }
     shell.env["AIRFLOW_CONN_HERE"] = json.dumps({"conn_type": "gpu_local", "extra": extra})
     found = rows(await shell.json("doctor", code=3))
-    assert "ermission" in found["here", "create-only writes"]["found"]
+    assert "Not a directory" in found["here", "create-only writes"]["found"]
+    assert "check the mount" in found["here", "create-only writes"]["todo"]
 
 
 async def test_a_node_that_cannot_run_it(plant: Plant, shell: Shell) -> None:

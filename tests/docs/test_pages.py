@@ -17,19 +17,30 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
-def test_first_gang(tmp_path: Path) -> None:
-    """A person who has never seen the project gets to a gang of their own."""
+@pytest.mark.parametrize(("page", "commands"), [("first-gang", 15), ("commands", 25)])
+def test_transcripts(page: str, commands: int, tmp_path: Path) -> None:
+    """A person who has never seen the project gets to a gang of their own, and every command does what the page says."""
     from airflow_gpu.targets.local.admin import Admin
 
     keep = ("PATH", "HOME", "LANG", "USER", "TMPDIR")
     env = {name: os.environ[name] for name in keep if name in os.environ}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    env["PATH"] = f"{_commands(tmp_path / 'bin')}:{Path(sys.executable).parent}:{env['PATH']}"
     env["NO_PROXY"] = env["no_proxy"] = "*"
+    env["PYTHONPATH"] = str(ROOT)
     try:
-        assert play(ROOT / "docs" / "first-gang.md", tmp_path, env) >= 15
+        assert play(ROOT / "docs" / f"{page}.md", tmp_path, env) >= commands
     finally:
         if (tmp_path / "cluster").exists():
             Admin(tmp_path / "cluster").stop(gangs=True, grace=0)
+
+
+def _commands(folder: Path) -> Path:
+    """``airflow-gpu`` as its entry point starts it, of this checkout."""
+    folder.mkdir()
+    command = folder / "airflow-gpu"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m airflow_gpu.cli "$@"\n')
+    command.chmod(0o755)
+    return folder
 
 
 def _python_blocks() -> list[tuple[str, str]]:

@@ -15,7 +15,13 @@ def test_a_backfill_that_goes_on_from_day_to_day(gangs: Gangs) -> None:
     """Each day begins from the checkpoint of the day before, in order, and asks behind scheduled runs."""
     bed = gangs.airflow
     bed.wait_dag("daily")
-    bed.backfill("daily", "2026-03-01T00:00:00Z", "2026-03-03T00:00:00Z", max_active_runs=3)
+    bed.backfill(
+        "daily",
+        "2026-03-01T00:00:00Z",
+        "2026-03-03T00:00:00Z",
+        max_active_runs=3,
+        reprocess_behavior="failed",
+    )
 
     def three() -> list[str]:
         runs = [run for run in bed.runs("daily") if run["run_type"] == "backfill"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from airflow.sdk import dag, task
 
@@ -15,6 +15,8 @@ def daily():
         time_limit="10m",
         checkpointing={"continue_previous": True},
         depends_on_past=True,
+        retries=2,  # a scheduler under load gives tries up by mistake
+        retry_delay=timedelta(seconds=1),
     )
     def fit(day: str, gang=None):
         import json

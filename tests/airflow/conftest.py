@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -170,13 +171,21 @@ class Gangs:
         """Take back what a gang was told."""
         (self.ledger / f"{ledger_name(self.key(*task))}.{kind}").unlink()
 
-    def total(self, *task: Any, steps: int | None = None) -> int:
-        """Tell a gang of ``dags/steady.py`` where to stop: soon, unless ``steps`` says. The step."""
-        if steps is None:
-            at = self.step(*task)
-            steps = MARGIN + (at[2] if at is not None else 0)
+    def total(self, *task: Any) -> int:
+        """Tell a gang of ``dags/steady.py`` where to stop: where it was told before, else soon. The step."""
+        told = self.ledger / f"{ledger_name(self.key(*task))}.total"
+        if told.exists():
+            return int(told.read_text())
+        at = self.step(*task)
+        steps = MARGIN + (at[2] if at is not None else 0)
         self._tell("total", str(steps), task)
         return steps
+
+    def preempt(self, *task: Any, notice: bool = True) -> None:
+        """Take its nodes away, as the operator of the cluster."""
+        at = self.step(*task)
+        assert at is not None, f"{task} does not run"
+        self.admin.preempt(at[0], notice)
 
     def crash(self, *task: Any, step: int) -> None:
         """Let rank 1 fail at the step, once."""
@@ -217,6 +226,15 @@ class Gangs:
         """End the cluster with what runs on it."""
         if self.cluster.exists():
             self.admin.stop(gangs=True, grace=0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A test run that is told to end takes what it has started with it."""
+
+    def ended(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, ended)
 
 
 @pytest.fixture(scope="session")

@@ -103,9 +103,14 @@ class Driver(Stopping):
                 continue
             if verdict is not None:
                 return verdict
-            current = self.journal.run.current
-            if until_submitted and current is not None and current.submitted_at is not None:
+            if until_submitted and self._may_be_left(self.journal.run.current):
                 return None
+
+    def _may_be_left(self, current: Attempt | None) -> bool:
+        """It is submitted; one that is to end (the task was cleared) has been told so, whoever drives on, and when."""
+        if current is None or current.submitted_at is None:
+            return False
+        return current.stop is None or (self._told is not None and self._told[0] == current.number)
 
     async def _round(self) -> Verdict | None:
         now = self.world.clock()

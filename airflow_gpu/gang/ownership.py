@@ -48,6 +48,9 @@ class Claim:
     reason: str
     resume: bool = True
     stop: bool = False
+    doubtful: bool = (
+        False  # the tries run backwards: this one may be a process that slept, and is given up by now
+    )
 
 
 def claim(run: Run | None, me: Try, on_clear: str) -> Claim:
@@ -64,11 +67,11 @@ def claim(run: Run | None, me: Try, on_clear: str) -> Claim:
     if me.try_number <= owner.try_number:
         if not me.dag_run or all(me.dag_run != o.dag_run for o in run.owners):
             # The DAG run was deleted and made again: another run, which must not inherit anything.
-            return Claim("new", "start", stop=live)
+            return Claim("new", "start", stop=live, doubtful=True)
         # The same DAG run as before, and its tries come again: the database is an older one than the journal.
         if run.verdict is not None and run.verdict.success:
             return Claim("same", "restored")
-        return Claim("take", "restored")
+        return Claim("take", "restored", doubtful=True)
     cleared = me.max_tries != owner.max_tries
     if run.verdict is not None and run.verdict.success:
         # After a Clear a resume would end at once with the old result. Without one, the worker that was to

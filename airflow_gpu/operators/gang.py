@@ -47,6 +47,10 @@ END_LIMIT = 60.0
 """Seconds beyond the grace for which a worker waits for the end of a gang whose trigger has failed."""
 
 
+ZOMBIE_LIMIT = 15.0
+"""Seconds within which the supervisor of a task that Airflow has given up ends it: three of its heartbeats."""
+
+
 class GangFailed(AirflowException):
     """The gang failed. ``record`` is the record of the run, as the XCom of a success would be."""
 
@@ -183,6 +187,14 @@ class GangOperator(BaseOperator):
             deadline = started + self.execution_timeout.total_seconds()
         store = await patiently(lambda: state_store(given), sleep=asyncio.sleep, say=self.log.warning)
 
+        async def doubt() -> None:
+            self.log.warning(
+                "the run directory knows a later try than this one; if Airflow has given this process up, it ends it "
+                "within %.0f s, and else goes on",
+                ZOMBIE_LIMIT,
+            )
+            await asyncio.sleep(ZOMBIE_LIMIT)
+
         async def previous() -> tuple[Seed | None, str]:
             return await previous_checkpoint(store, key, gang, ti)
 
@@ -197,6 +209,7 @@ class GangOperator(BaseOperator):
                     digest=gang.digest(),
                     deadline=deadline,
                     now=time.time(),
+                    doubt=doubt,
                     seed=previous if gang.checkpointing.continue_previous else None,
                 ),
                 sleep=asyncio.sleep,

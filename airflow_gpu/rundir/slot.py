@@ -80,11 +80,14 @@ async def take(
     deadline: float | None,
     now: float,
     seed: Callable[[], Awaitable[tuple[Seed | None, str]]] | None = None,
+    doubt: Callable[[], Awaitable[None]] | None = None,
 ) -> Held:
     """Make this try the owner of the slot's run, or say what must end first.
 
     :param seed: finds the checkpoint of another run from which a start from
         nothing begins all the same, with a sentence about it.
+    :param doubt: called once before a claim that is ``doubtful`` is acted on, and then all is read again. A
+        process that Airflow has given up is to be dead by the end of it.
 
     When the answer's claim has ``action == "new"`` and ``stop``, the run in it
     is an older incarnation whose gang still lives: the caller drives it to its
@@ -100,6 +103,10 @@ async def take(
         journal = Journal(store, run_path(key, incarnation))
         run = await journal.refresh()
         decided = claim(run, me, on_clear) if run.owners else Claim("take", reason or "start")
+        if decided.doubtful and doubt is not None:
+            await doubt()
+            doubt = None
+            continue
         if decided.action == "same":
             return Held(journal, key, incarnation, run.epoch, decided)
         if decided.action == "new":

@@ -318,3 +318,41 @@ async def test_what_a_lost_run_directory_left_is_ended_first(bench: Bench, tmp_p
     assert bench.target.cancelled == [name]
     assert len(bench.target.submitted) == 2
     assert bench.target.jobs["theirs"]["state"] is State.RUNNING
+
+
+async def test_a_try_that_slept_does_not_take_the_run_from_its_successor(
+    bench: Bench, tmp_path: Path
+) -> None:
+    """A worker that was frozen inside of its first write wakes up: by then Airflow has given it up and ends it."""
+    import json
+
+    from airflow_gpu.gang.ownership import Try
+    from airflow_gpu.rundir.slot import take
+    from airflow_gpu.rundir.store import Store
+
+    gang = bench.gang()
+    living = await bench.driver(gang, "ti-2", 2)
+
+    class Killed(Exception):
+        pass
+
+    async def killed() -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        await take(
+            Store(f"file://{bench.state}"), bench.key, Try("ti-1", 1, 0), on_clear="resume", doubt=killed,
+            gang=json.loads(gang.to_json()), digest=gang.digest(), deadline=None, now=0.0,
+        )  # fmt: skip
+    assert (await living.journal.refresh()).epoch == 1
+
+
+async def test_a_cleared_task_is_not_deferred_before_its_old_gang_was_told(bench: Bench) -> None:
+    """With no triggerer alive nobody else would."""
+    gang = bench.gang()
+    first = await bench.driver(gang)
+    await first.run(until_submitted=True)
+    bench.life(first, 1, 1)
+    cleared = await bench.driver(gang, "ti-2", 2, max_tries=2)
+    assert await asyncio.wait_for(cleared.run(until_submitted=True), LIMIT) is None
+    assert bench.target.cancelled == [bench.target.submitted[0]]

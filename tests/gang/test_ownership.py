@@ -42,13 +42,13 @@ def run(*owners: Owner, attempt: Attempt | None = LIVE, verdict: str = "") -> Ru
         (run(OWNER, attempt=OVER, verdict="failed"), Try("B", 2, 3, RUN_A_CLEARED), Claim("take", "clear")),
         (run(OWNER, attempt=OVER, verdict="success"), Try("B", 2, 3, RUN_A_CLEARED), Claim("new", "clear")),
         # The DAG run was deleted and made again: another run. What still lives there is ended first.
-        (run(OWNER), Try("B", 1, 2, RUN_B), Claim("new", "start", stop=True)),
-        (run(OWNER, attempt=OVER, verdict="success"), Try("B", 1, 2, RUN_B), Claim("new", "start")),
-        (run(OWNER), Try("B", 1, 2), Claim("new", "start", stop=True)),  # an Airflow that does not say
+        (run(OWNER), Try("B", 1, 2, RUN_B), Claim("new", "start", stop=True, doubtful=True)),
+        (run(OWNER, attempt=OVER, verdict="success"), Try("B", 1, 2, RUN_B), Claim("new", "start", doubtful=True)),
+        (run(OWNER), Try("B", 1, 2), Claim("new", "start", stop=True, doubtful=True)),  # an Airflow that does not say
         # A database restored to a backup: the same DAG run, and its tries come a second time.
-        (run(OWNER, SECOND), Try("C", 2, 2, RUN_A), Claim("take", "restored")),
-        (run(OWNER, SECOND), Try("A", 1, 2, RUN_A), Claim("take", "restored")),
-        (run(OWNER, replace(SECOND, dag_run=RUN_A_CLEARED)), Try("C", 2, 2, RUN_A), Claim("take", "restored")),
+        (run(OWNER, SECOND), Try("C", 2, 2, RUN_A), Claim("take", "restored", doubtful=True)),
+        (run(OWNER, SECOND), Try("A", 1, 2, RUN_A), Claim("take", "restored", doubtful=True)),
+        (run(OWNER, replace(SECOND, dag_run=RUN_A_CLEARED)), Try("C", 2, 2, RUN_A), Claim("take", "restored", doubtful=True)),
         (run(OWNER, SECOND, attempt=OVER, verdict="success"), Try("C", 2, 2, RUN_A), Claim("same", "restored")),
     ],
 )  # fmt: skip

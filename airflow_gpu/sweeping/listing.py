@@ -65,10 +65,15 @@ async def run_dirs(store: Store, installation: str) -> dict[str, RunDir]:
         root = Path(unquote(parts.path))
         return await asyncio.to_thread(lambda: {run.path: run for run in _walk(root, prefix)})
     # The store's own way of retrying and of wording its errors.
-    return await store._retry(lambda: _flat(store._reader(), prefix), prefix)
+    return await store._retry(lambda: _flat(store._reader(), prefix, ordered(store.uri)), prefix)
 
 
-def _flat(reader: Any, prefix: str) -> dict[str, RunDir]:
+def ordered(uri: str) -> bool:
+    """Whether the store lists names in their order, without which nothing may be jumped over."""
+    return not urlsplit(uri).netloc.endswith("--x-s3")  # directory buckets of S3 do not
+
+
+def _flat(reader: Any, prefix: str, jumping: bool) -> dict[str, RunDir]:
     found: dict[str, RunDir] = {}
     offset: str | None = None
     while True:
@@ -81,7 +86,7 @@ def _flat(reader: Any, prefix: str) -> dict[str, RunDir]:
                     continue
                 useful = True
                 _note(found, match[1], int(match[3] or 0), meta["last_modified"].timestamp())
-            jump = None if useful else _behind(page[-1]["path"] if page else "")
+            jump = _behind(page[-1]["path"]) if page and jumping and not useful else None
             if jump is not None:
                 break
         if jump is None:

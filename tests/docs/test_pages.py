@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 
 
+@pytest.mark.timeout(900)  # a person's machine is faster than one that runs all tests at once
 @pytest.mark.parametrize(("page", "commands"), [("first-gang", 15), ("commands", 25)])
 def test_transcripts(page: str, commands: int, tmp_path: Path) -> None:
     """A person who has never seen the project gets to a gang of their own, and every command does what the page says."""

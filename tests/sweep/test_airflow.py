@@ -202,10 +202,69 @@ def test_each_way_to_ask(place: Place) -> None:
     assert short(dict(json.loads(line.removeprefix("ANSWER ")))) == expected
     empty = database(AIRFLOW__DATABASE__SQL_ALCHEMY_CONN=f"sqlite:///{place.home}/other.db")
     assert "CannotAsk" in empty.stderr
-    # All of it while a gang is wanted: ended by a person in the usual way, the sweep finds nothing to do.
+    # Ended by a person in the usual way, the sweep finds nothing to do.
     for path in ("one", "many/0", "many/1"):
         place.call("PATCH", f"/dags/stay/dagRuns/{run}/taskInstances/{path}", {"new_state": "failed"})
     place.until(lambda: place.living() == set(), "the end of all")
     report = place.sweep()
     assert [item for item in report["items"] if item["case"] == "unwanted"] == []
     assert report["ok"], report["problems"]
+
+
+def test_by_hand(place: Place) -> None:
+    """The commands find and end what is left behind too, and ask Airflow in its database or at its address."""
+    bed = place.bed
+    run = place.stay()
+    bed.stop("triggerer", signal.SIGKILL)
+
+    def airflow_gpu(*arguments: str, code: int = 0, **env: str) -> Any:
+        command = [sys.executable, "-m", "airflow_gpu.cli", *arguments, "--json"]
+        done = subprocess.run(command, env={**bed.env, **env}, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == code, done.stderr
+        return json.loads(done.stdout)
+
+    def marks() -> dict[str, str]:
+        return {
+            gang["gang"].rpartition("/")[2]: gang["mark"] for gang in airflow_gpu("gangs", "--ask")["gangs"]
+        }
+
+    try:
+        assert marks() == {"one": "", "many[0]": "", "many[1]": ""}
+        place.call("PATCH", f"/dags/stay/dagRuns/{run}/taskInstances/one", {"new_state": "failed"})
+        assert marks() == {"one": "unwanted", "many[0]": "", "many[1]": ""}
+        report = airflow_gpu("sweep")
+        assert {item["run"].rpartition("/")[2]: item["case"] for item in report["items"]} == {
+            "one": "unwanted",
+            "many[0]": "wanted",
+            "many[1]": "wanted",
+        }
+        assert place.living() == {"many[0]", "many[1]"}
+        # Another Airflow, migrated and empty, as a shell with a wrong setting finds it: nothing is ended.
+        other = {"AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"sqlite:///{place.home}/empty.db"}
+        subprocess.run(
+            [sys.executable, "-m", "airflow", "db", "migrate"],
+            env={**bed.env, **other},
+            capture_output=True,
+            check=True,
+        )
+        report = airflow_gpu("sweep", code=3, **other)
+        assert {item["case"] for item in report["items"]} == {"undecided"}
+        assert "another one" in report["airflow"]["trouble"]
+        assert place.living() == {"many[0]", "many[1]"}
+        place.call("PATCH", f"/dags/stay/dagRuns/{run}/taskInstances/many/1", {"new_state": "success"})
+        secret = {USER: "admin", PASSWORD: bed.password}
+        report = airflow_gpu("sweep", "--airflow-url", bed.url, **secret)
+        assert [item["run"].rpartition("/")[2] for item in report["items"] if item["case"] == "unwanted"] == [
+            "many[1]"
+        ]
+        assert bed.password not in json.dumps(report)
+        assert place.living() == {"many[0]"}
+    finally:
+        bed.start("triggerer", "triggerer", "--skip-serve-logs")
+    # What a command cancels while its task waits: the task ends, and says by whom.
+    place.until(lambda: bed.task("stay", run, "many", 0)["state"] == "deferred", "still deferred")
+    answer = airflow_gpu("cancel", f"stay/{run}/many[0]")
+    assert answer["outcome"] == "cancelled"
+    bed.wait_task("stay", run, "many", "failed", map_index=0, limit=LIMIT)
+    assert "ended by airflow-gpu cancel" in bed.log("stay", run, "many", 1, 0)
+    assert place.living() == set()

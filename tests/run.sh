@@ -58,6 +58,9 @@ stage "local target" "$PY" -m pytest -q tests/targets
 stop_if_failed
 stage "sweep and commands" "$PY" -m pytest -q tests/sweep tests/cli
 stop_if_failed
+if [ "$MODE" = --all ]; then export FAULTS=all FAULT_RUNS=500; fi
+stage "faults at every call" "$PY" -m pytest -q -s tests/faults
+stop_if_failed
 if [ "$MODE" = --all ]; then
   stage "conformance" "$PY" -m pytest -q tests/conformance --table docs/conformance.md
 else

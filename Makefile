@@ -22,6 +22,7 @@ lint: $(STAMP)
 
 bench: $(STAMP) ## figures against peers, side by side
 	@$(BIN)/python benchmarks/parse.py
+	@$(BIN)/python -m benchmarks.triggerer $(if $(QUICK),--quick)
 
 # uv makes the environment in seconds where pip takes minutes; pip is the way without it.
 $(STAMP): pyproject.toml constraints.txt

@@ -27,8 +27,15 @@ from airflow.triggers.base import BaseTrigger, TriggerEvent
 if TYPE_CHECKING:
     from airflow_gpu.driver import Driver
 
-KILL_ANSWER_LIMIT = 10.0
-"""Seconds that Airflow may take to say what became of the task."""
+KILL_ANSWER_LIMIT = 600.0
+"""Seconds for which Airflow is asked what became of the task.
+
+A triggerer builds its answering service at the first question, and answers one
+at a time: on a busy machine the first answer took more than ten seconds.
+"""
+
+KILL_ASK_AGAIN = 5.0
+"""Seconds between two such questions, when the answer is an error."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -158,14 +165,19 @@ class GangTrigger(BaseTrigger):
             return
         from airflow_gpu.compat import NEXT_TRY, task_state
 
+        async def ask() -> str | None:
+            while True:
+                try:
+                    return await asyncio.to_thread(task_state, ti.dag_id, ti.run_id, ti.task_id, ti.map_index)
+                except Exception as error:  # the database is away, perhaps: it says nothing of the gang
+                    self.log.warning("cannot tell yet why this trigger was cancelled: %r", error)
+                    await asyncio.sleep(KILL_ASK_AGAIN)
+
         try:
-            state = await asyncio.wait_for(
-                asyncio.to_thread(task_state, ti.dag_id, ti.run_id, ti.task_id, ti.map_index),
-                KILL_ANSWER_LIMIT,
-            )
-        except Exception as error:
+            state = await asyncio.wait_for(ask(), KILL_ANSWER_LIMIT)
+        except TimeoutError:
             self.log.warning(
-                "cannot tell why this trigger was cancelled, leaving the gang running: %r", error
+                "cannot tell why this trigger was cancelled: the gang goes on; a sweep looks after it"
             )
             return
         if state in NEXT_TRY:

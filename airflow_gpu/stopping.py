@@ -102,7 +102,8 @@ class Stopping(Actor):
                     stop_entry(0, reason, detail), epoch=self.epoch, now=now, after=run.seq
                 )
             return True
-        if attempt.stop is None or (attempt.stop.reason != "user" and reason == "user"):
+        stop = attempt.stop
+        if stop is None or (reason == "user" and (stop.reason != "user" or stop.epoch < self.epoch)):
             entry = stop_entry(attempt.number, reason, detail)
             run = await self.journal.append(entry, epoch=self.epoch, now=now, after=run.seq)
             attempt = run.current

@@ -253,8 +253,8 @@ def _stop(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:
 
 
 def _outranks(new: Stop, old: Stop) -> bool:
-    """A person's wish to end it all stands above any reason of ours, after which it may start again."""
-    return new.reason == "user" and old.reason != "user"
+    """A person's wish to end it all stands above whatever lets it start again: a reason of ours, an older owner's stop."""
+    return new.reason == "user" and (old.reason != "user" or old.epoch < new.epoch)
 
 
 def _over(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
 
 from airflow_gpu.driver import Driver
+from airflow_gpu.gang.entries import stop_entry
 from airflow_gpu.gang.run import Cause, State, Verdict
 from airflow_gpu.rundir.store import StoreError
 from airflow_gpu.targets.base import NotConfigured, TargetError
@@ -356,3 +358,18 @@ async def test_a_cleared_task_is_not_deferred_before_its_old_gang_was_told(bench
     cleared = await bench.driver(gang, "ti-2", 2, max_tries=2)
     assert await asyncio.wait_for(cleared.run(until_submitted=True), LIMIT) is None
     assert bench.target.cancelled == [bench.target.submitted[0]]
+
+
+async def test_a_newer_owners_wish_to_end_counts_although_an_older_one_had_it_too(bench: Bench) -> None:
+    """Marked failed, then cleared, then marked failed again before the first end was seen: nothing starts."""
+    gang = bench.gang()
+    first = await bench.driver(gang)
+    await first.run(until_submitted=True)
+    bench.life(first, 1, 1)
+    bench.target.before["cancel"] = lambda: asyncio.sleep(0)
+    await first.journal.append(stop_entry(1, "user", "marked failed"), epoch=1, now=time.time())
+    second = await bench.driver(gang, "ti-2", 2, max_tries=2)
+    assert await second.stop("user", "marked failed again")
+    found = await verdict(second)
+    assert (found.outcome, found.cause) == ("cancelled", Cause.STOPPED)
+    assert len(bench.target.submitted) == 1

@@ -209,10 +209,9 @@ async def _skew(store: Store) -> float | None:
 async def _modified(store: Store, path: str) -> float:
     import obstore
 
-    def once() -> float:
-        return float(obstore.head(store._reader(), path)["last_modified"].timestamp())
-
-    return await store._retry(once, path)
+    return await store.ask(
+        lambda reader: float(obstore.head(reader, path)["last_modified"].timestamp()), path
+    )
 
 
 def _off(found: float, before: float, after: float) -> float:

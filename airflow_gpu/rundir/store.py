@@ -329,6 +329,13 @@ class Store:
 
         await prove(self)
 
+    async def ask(self, once: Callable[[Any], T], path: str) -> T:
+        """What ``once(obstore store)`` answers, asked as everything here is: in a thread, and again while the store is away.
+
+        For questions that have no method of their own. ``path`` is for errors.
+        """
+        return await self._retry(lambda: once(self._reader()), path)
+
     # -- how
 
     def _reader(self) -> Any:

@@ -64,8 +64,7 @@ async def run_dirs(store: Store, installation: str) -> dict[str, RunDir]:
     if parts.scheme == "file":
         root = Path(unquote(parts.path))
         return await asyncio.to_thread(lambda: {run.path: run for run in _walk(root, prefix)})
-    # The store's own way of retrying and of wording its errors.
-    return await store._retry(lambda: _flat(store._reader(), prefix, ordered(store.uri)), prefix)
+    return await store.ask(lambda reader: _flat(reader, prefix, ordered(store.uri)), prefix)
 
 
 def ordered(uri: str) -> bool:

@@ -41,6 +41,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -371,18 +372,27 @@ class Store:
 
     async def _retry(self, once: Callable[[], T], path: str) -> T:
         """Run `once` in a thread until it does not fail for a passing reason, within `TRIES` and `TRY_FOR`."""
+        # The first try without tenacity, which leaves dozens of objects in cycles for each call, good or bad:
+        # a triggerer that watches a thousand gangs stood still for a second every few seconds to collect them.
+        try:
+            return await self._once(once, path)
+        except _Transient:
+            await asyncio.sleep(random.uniform(0, FIRST_WAIT))
         async for attempt in AsyncRetrying(
             retry=retry_if_exception_type(_Transient),
-            stop=stop_after_attempt(TRIES) | stop_after_delay(TRY_FOR),
-            wait=wait_random_exponential(multiplier=FIRST_WAIT, max=LONGEST_WAIT),
+            stop=stop_after_attempt(TRIES - 1) | stop_after_delay(TRY_FOR),
+            wait=wait_random_exponential(multiplier=2 * FIRST_WAIT, max=LONGEST_WAIT),
             reraise=True,
         ):
             with attempt:
-                try:
-                    return await asyncio.get_running_loop().run_in_executor(_threads(), once)
-                except (obstore_errors.BaseError, OSError) as error:
-                    raise self._explain(error, path) from None
+                return await self._once(once, path)
         raise AssertionError("tenacity ends with a result or an error")
+
+    async def _once(self, once: Callable[[], T], path: str) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(_threads(), once)
+        except (obstore_errors.BaseError, OSError) as error:
+            raise self._explain(error, path) from None
 
     def _explain(self, error: Exception, path: str) -> StoreError:
         """The `StoreError` for an error of obstore or the operating system, without any secret."""

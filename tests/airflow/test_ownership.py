@@ -198,6 +198,20 @@ def run_failed(gangs: Gangs, dag_id: str) -> None:
 
 
 @together
+def test_run_set_to_failed_with_many_deferred(gangs: Gangs) -> None:
+    """All its gangs are ended, though all triggers are cancelled in one moment."""
+    gangs.airflow.trigger("steady_mapped", run_id="run-failed")
+    for index in range(3):
+        gangs.until_step("steady_mapped", "run-failed", step=STEP, map_index=index)
+        gangs.airflow.wait_task("steady_mapped", "run-failed", "count", "deferred", map_index=index)
+    gangs.airflow.mark_run("steady_mapped", "run-failed", "failed")
+    for index in range(3):
+        told = gangs.settled("steady_mapped", "run-failed", "count", index)
+        assert len(told.lives) == 1
+        assert not told.told("done")
+
+
+@together
 def test_run_set_to_failed_deferred(gangs: Gangs) -> None:
     run_failed(gangs, "steady")
 

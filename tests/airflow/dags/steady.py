@@ -144,6 +144,8 @@ FRESH = {"recovery": {"on_clear": "fresh"}}
 
 build("steady", **RETRIES)
 build("steady_in_worker", deferrable=False, **RETRIES)
+# Airflow tries again also while its API server is away, and each such try is lost.
+build("steady_in_worker_patient", deferrable=False, retries=3, retry_delay=timedelta(seconds=40))
 build("steady_fresh", gang=FRESH, **RETRIES)
 build("steady_in_worker_fresh", gang=FRESH, deferrable=False, **RETRIES)
 build("steady_once")

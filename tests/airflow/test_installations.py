@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.airflow.conftest import Gangs, eventually
+from tests.airflow.conftest import Gangs
 from tests.airflow.scenes import STEP, again, begin, reasons
 from tests.beds.postgres import Postgres
 
@@ -49,4 +49,3 @@ def test_an_installation_that_starts_adopts_nothing_of_another(gangs: Gangs, oth
     gangs.until_goes_on("steady", "shared-late")
     assert gangs.succeed("steady", "shared-late").starts == [0]
     assert other.succeed("steady", "shared-late").starts == [0]
-    eventually(lambda: not other.alive(), "an empty cluster")

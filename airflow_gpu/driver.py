@@ -48,6 +48,9 @@ from airflow_gpu.tasklog import RankLog
 NODE_TAIL = 4000
 """Characters of a node's own output that are shown when the runtime never started."""
 
+HOLD_LIMIT = 120.0
+"""Seconds for which a worker stays with an attempt that is to end, before it leaves the rest to a triggerer."""
+
 STORE_LIMIT = 600.0
 """Seconds for which the run directory may be unreachable before the driver gives up. The gang goes on."""
 
@@ -107,10 +110,12 @@ class Driver(Stopping):
                 return None
 
     def _may_be_left(self, current: Attempt | None) -> bool:
-        """It is submitted; one that is to end (the task was cleared) has been told so, whoever drives on, and when."""
+        """It is submitted. One that is to end (the task was cleared) is first seen to its end here, within HOLD_LIMIT:
+        there may be no triggerer to do it."""
         if current is None or current.submitted_at is None:
             return False
-        return current.stop is None or (self._told is not None and self._told[0] == current.number)
+        asked = self._observer.asked
+        return current.stop is None or (asked is not None and self.world.clock() - asked >= HOLD_LIMIT)
 
     async def _round(self) -> Verdict | None:
         now = self.world.clock()

@@ -57,7 +57,10 @@ def test_triggerer_killed(gangs: Gangs) -> None:
 
 
 def test_clear_while_no_triggerer_lives(gangs: Gangs) -> None:
-    """The next try ends the old attempt with a notice, and goes on from what it saved."""
+    """The next try ends the old attempt with a notice, and goes on from what it saved.
+
+    After a mark failed there is no next try: tests/sweep/test_airflow.py has that.
+    """
     bed = gangs.airflow
     begin(gangs, ("steady", "clear-alone"))
     bed.kill("triggerer")
@@ -67,26 +70,6 @@ def test_clear_while_no_triggerer_lives(gangs: Gangs) -> None:
     told = gangs.succeed("steady", "clear-alone")
     assert told.starts[1] >= STEP
     assert causes(gangs, "steady", "clear-alone") == ["stopped", "succeeded"]
-
-
-@pytest.mark.xfail(
-    strict=True, reason="nobody ends it until the next try or a sweep, and there is no sweep yet"
-)
-def test_mark_failed_while_no_triggerer_lives(gangs: Gangs) -> None:
-    """Nothing calls the trigger's on_kill: whoever comes next has to see it."""
-    bed = gangs.airflow
-    begin(gangs, ("steady_once", "mark-alone"))
-    try:
-        bed.kill("triggerer")
-        bed.mark("steady_once", "mark-alone", "count", "failed")
-        bed.start("triggerer")
-        bed.wait_healthy("triggerer")
-        told = gangs.settled("steady_once", "mark-alone", limit=20)
-        assert len(told.lives) == 1
-    finally:
-        bed.clear("steady_once", "mark-alone", "count")
-        gangs.until_step("steady_once", "mark-alone", life=2)
-        gangs.succeed("steady_once", "mark-alone")
 
 
 def test_scheduler_killed(gangs: Gangs) -> None:

@@ -349,8 +349,8 @@ async def test_a_try_that_slept_does_not_take_the_run_from_its_successor(
     assert (await living.journal.refresh()).epoch == 1
 
 
-async def test_a_cleared_task_is_not_deferred_before_its_old_gang_was_told(bench: Bench) -> None:
-    """With no triggerer alive nobody else would."""
+async def test_a_cleared_task_is_not_deferred_before_its_old_gang_has_ended(bench: Bench) -> None:
+    """With no triggerer alive nobody else would end it, or go on from what it saved."""
     gang = bench.gang()
     first = await bench.driver(gang)
     await first.run(until_submitted=True)
@@ -358,6 +358,29 @@ async def test_a_cleared_task_is_not_deferred_before_its_old_gang_was_told(bench
     cleared = await bench.driver(gang, "ti-2", 2, max_tries=2)
     assert await asyncio.wait_for(cleared.run(until_submitted=True), LIMIT) is None
     assert bench.target.cancelled == [bench.target.submitted[0]]
+    assert len(bench.target.submitted) == 2
+
+
+async def test_a_worker_does_not_wait_for_ever_for_an_old_gang(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes its time to save: it was told, and the rest is the triggerer's."""
+    monkeypatch.setattr("airflow_gpu.driver.HOLD_LIMIT", 0.3)
+    gang = bench.gang()
+    first = await bench.driver(gang)
+    await first.run(until_submitted=True)
+    bench.life(first, 1, 1)
+    [name] = bench.target.submitted
+    heard: list[str] = []
+
+    async def stubborn(job, *, grace, since):
+        heard.append(job.name)
+
+    monkeypatch.setattr(bench.target, "cancel", stubborn)
+    cleared = await bench.driver(gang, "ti-2", 2, max_tries=2)
+    assert await asyncio.wait_for(cleared.run(until_submitted=True), LIMIT) is None
+    assert set(heard) == {name}
+    assert len(bench.target.submitted) == 1
 
 
 async def test_a_newer_owners_wish_to_end_counts_although_an_older_one_had_it_too(bench: Bench) -> None:

@@ -137,6 +137,7 @@ class Airflow:
         self.told: list[Told] = []
         self.stopped_at: float | None = None  # when a person last wanted an end, and nothing since has begun
         self.cleared: list[float] = []
+        self.wished: list[float] = []  # moments at which a person ended what there was
         self.swept = 0
         self.settled = asyncio.Event()
         self._actors = 0
@@ -328,7 +329,7 @@ class Airflow:
         task.cancel("user action")
         self._later(1.0, self._cancel, row, actor, task)
 
-    def hand_over(self, *, both_for: float = 15.0) -> None:
+    def hand_over(self, *, both_for: float = 5.0) -> None:
         """The trigger moves to another triggerer, while the one that has it lives on for a while."""
         row = self.row
         if row is None:
@@ -369,6 +370,7 @@ class Airflow:
             return
         before, ti.state = ti.state, state
         self.row = None
+        self.wished.append(self.loop.now)
         self.stopped_at = self.loop.now
         self.told.append(Told(ti.try_number, state, "a person"))
         self._tell_processes(before, row)
@@ -380,6 +382,7 @@ class Airflow:
         if ti is None:
             return
         self.cleared.append(self.loop.now)
+        self.wished.append(self.loop.now)
         self.stopped_at = None
         self.settled.clear()
         before = ti.state
@@ -400,6 +403,7 @@ class Airflow:
         if ti is None:
             return
         self.cleared.append(self.loop.now)
+        self.wished.append(self.loop.now)
         self.stopped_at = None
         self.settled.clear()
         before, ti.state, self.row = ti.state, "deleted", None

@@ -171,13 +171,23 @@ def _run(result: Result, name: str, run: Run) -> list[str]:
         wanted = [stop.at - BEGINNING for stop in stops]
         if whole is not None and not any(at <= _end(whole) + 60 for at in wanted):
             broken.append(f"success: every rank of life {whole.number} succeeded, told is {verdict.cause}")
-        persons = any(stop.reason in ("user", "deadline") for stop in stops)
-        if verdict.cause.value not in result.scenario.verdicts and not (
-            persons and verdict.cause is Cause.STOPPED
-        ):
+        wished = verdict.cause is Cause.STOPPED and _wished(result, run, verdict.epoch)
+        if verdict.cause.value not in result.scenario.verdicts and not wished:
             broken.append(f"cause: the verdict is {verdict.outcome} ({verdict.cause}): {verdict.message}")
+    for attempt in run.attempts:
+        stop = attempt.stop
+        if stop is not None and stop.reason == "user" and not _wished(result, run, stop.epoch):
+            broken.append(
+                f"stop: attempt {attempt.number} of owner {stop.epoch} was ended, and no person wanted it"
+            )
     broken += _resumed(lives, run)
     return broken
+
+
+def _wished(result: Result, run: Run, epoch: int) -> bool:
+    """A person has ended or cleared the task since this owner had it. (Or the last of its triggers had failed.)"""
+    began = run.owners[epoch - 1].at - BEGINNING
+    return any(at >= began for at in result.airflow.wished)
 
 
 def _resumed(lives: list[LifeTruth], run: Run) -> list[str]:

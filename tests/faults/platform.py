@@ -58,12 +58,13 @@ INCARNATION = "airflow-gpu/incarnation"
 class Fate:
     """What becomes of one start of a job. ``at``: seconds after the life began."""
 
-    what: str = "success"  # notice, preempt, node, error, quiet, lie, timeout, vanish
+    what: str = "success"  # notice, done (in its grace), preempt, node, error, quiet, lie, timeout, vanish
     at: float = 7.0
     queue: float = 3.0
     start: float = 2.0
     lag: float = 1.0  # until the platform has seen that the ranks ended
     requeue: bool = False
+    wavers: float = 0.0  # seconds for which it is shown as ended before it is queued again
     stubborn: bool = False  # the program ignores a notice
     slow: float = 1.0  # seconds a step takes
 
@@ -262,6 +263,10 @@ class Platform:
             if not again:
                 self._show(job, State.FAILED if ended is State.GONE else ended)
                 return
+            if fate.wavers:
+                self._show(job, ended)
+                if await self._rest(job, fate.wavers):
+                    return
             job.restart += 1
             job.kill_at = None
 
@@ -304,10 +309,11 @@ class Platform:
             if job.cancelled and noticed is None:
                 noticed, over_at = State.CANCELLED, loop.now + SAVING
             elif loop.now >= bad_at - 1e-6 and noticed is None:
-                if fate.what != "notice":
+                if fate.what not in ("notice", "done"):
                     return await self._accident(job, life, fate, records)
                 self.truth.note(life.incarnation, life.attempt, "preempted")
-                noticed, over_at = State.PREEMPTED, loop.now + SAVING
+                noticed = State.PREEMPTED
+                over_at = loop.now + SAVING if fate.what == "notice" else float("inf")
                 job.kill_at = loop.now + PREEMPTION_GRACE
             if noticed is not None:
                 self._show(job, State.RUNNING, noticed)
@@ -322,7 +328,7 @@ class Platform:
                 life.ok = True
                 records.result()
                 self._ends(records, 0, 0)
-                return State.SUCCEEDED
+                return noticed or State.SUCCEEDED
             to_save = life.begin + ((step // SAVE_EVERY + 1) * SAVE_EVERY - life.from_step) * fate.slow
             moments = [to_save, over_at, done_at, job.kill_at or float("inf")]
             await self._nap(job, min([*moments, bad_at] if noticed is None else moments))

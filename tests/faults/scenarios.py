@@ -63,7 +63,15 @@ def twice(airflow: Airflow) -> None:
     airflow.execute(airflow.ti)
 
 
-BOTH = ("success", "failed")
+async def mark_and_clear(airflow: Airflow) -> None:
+    """Somebody marks the task failed at once, and thinks better of it."""
+    airflow.start()
+    await asyncio.sleep(1.5)
+    airflow.mark()
+    await asyncio.sleep(10)
+    airflow.clear()
+
+
 STOPPED = frozenset({"stopped"})
 
 SCENARIOS = [
@@ -77,6 +85,14 @@ SCENARIOS = [
     ),
     Scenario("preempted without", nothing, fates({(1, 0): Fate("preempt")}), attempts=2),
     Scenario("requeued by the platform", nothing, fates({(1, 0): Fate("notice", requeue=True)})),
+    Scenario(
+        "shown as ended, then queued again",
+        nothing,
+        fates({(1, 0): Fate("notice", requeue=True, wavers=4)}),
+        attempts=2,
+    ),
+    Scenario("done within the grace", nothing, fates({(1, 0): Fate("done")})),
+    Scenario("done, but queued again", nothing, fates({(1, 0): Fate("done", requeue=True)})),
     Scenario("node lost", nothing, fates({(1, 0): Fate("node")}), attempts=2),
     Scenario("ends without a word", nothing, fates({(1, 0): Fate("quiet")}), poll=20, attempts=2),
     Scenario("vanishes", nothing, fates({(1, 0): Fate("vanish")}), attempts=2),
@@ -106,11 +122,20 @@ SCENARIOS = [
         fates({(1, 0): Fate(stubborn=True, lag=20, slow=4)}),
     ),
     Scenario("clear of a success", when_told(Airflow.clear)),
-    Scenario("mark failed", after(12, Airflow.mark), told=("failed",), verdicts=STOPPED),
+    Scenario(
+        "marked failed, then cleared",
+        mark_and_clear,
+        fates({(2, 0): Fate(queue=120, slow=20)}, Fate(slow=20)),
+        poll=30,
+    ),
+    Scenario("a long program", nothing, fates({}, Fate(slow=300)), poll=900, people=True),
+    Scenario(
+        "mark failed", after(12, Airflow.mark), fates({}, Fate(slow=300)), told=("failed",), verdicts=STOPPED
+    ),
     Scenario(
         "mark failed in the queue",
         after(4, Airflow.mark),
-        fates({(1, 0): Fate(queue=60)}),
+        fates({(1, 0): Fate(queue=60)}, Fate(slow=300)),
         told=("failed",),
         verdicts=STOPPED,
     ),
@@ -122,6 +147,7 @@ SCENARIOS = [
         nothing,
         fates({}, Fate(slow=60)),
         gang={"placement": {"deadline": 30}},
+        retries=1,
         told=("failed",),
         verdicts=STOPPED,
     ),
@@ -141,9 +167,19 @@ SCENARIOS = [
         attempts=2,
         verdicts=frozenset({"timed_out"}),
     ),
+    Scenario(
+        "limits are near",
+        nothing,
+        fates({}, Fate(queue=25, start=25, slow=5)),
+        gang={"placement": {"max_wait": 60, "start_timeout": 60}, "time_limit": 90},
+        poll=10,
+    ),
     Scenario("target away", nothing, fates({(1, 0): Fate("notice")}), target_away=(8, 128), attempts=2),
     Scenario("store away", nothing, fates({(1, 0): Fate("notice")}), store_away=(8, 108), attempts=2),
     Scenario("names are not unique", nothing, fates({(1, 0): Fate("preempt")}), atomic=False, attempts=2),
+    Scenario(
+        "names are not unique, a long program", nothing, fates({}, Fate(slow=20)), atomic=False, poll=60
+    ),
     Scenario(
         "in the worker",
         nothing,

@@ -55,9 +55,6 @@ def test_what_only_went_on_goes_on(gangs: Gangs, restored: dict[tuple[str, str],
     assert reasons(gangs, *QUIET) == ["start"]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="taken for a DAG run that was deleted and made again: its gang is ended first"
-)
 @pytest.mark.parametrize("run", [RETRIED, CLEARED], ids="/".join)
 def test_a_newer_try_is_not_forgotten(
     gangs: Gangs, restored: dict[tuple[str, str], int], run: tuple[str, str]

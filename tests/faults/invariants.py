@@ -91,7 +91,7 @@ def _runs(result: Result) -> Iterator[tuple[str, Run | str]]:
 
 def _lives(result: Result) -> list[str]:
     broken = []
-    lives = sorted(result.platform.truth.lives, key=lambda life: life.begin)
+    lives = sorted(result.truth.lives, key=lambda life: life.begin)
     for before, life in zip(lives, lives[1:], strict=False):
         still = [
             one for one in lives if one.begin <= life.begin and one is not life and _end(one) > life.begin
@@ -110,7 +110,7 @@ def _end(life: LifeTruth) -> float:
 
 
 def _orphans(result: Result) -> list[str]:
-    left = [job for job in result.platform.jobs if not job.state.ended and not job.forgotten]
+    left = [job for job in result.jobs if not job.state.ended and not job.forgotten]
     return [f"orphan: {job.id} of attempt {job.job.attempt} is {job.state.value}" for job in left]
 
 
@@ -123,7 +123,7 @@ def _stops(result: Result) -> list[str]:
     if airflow.stopped_at is None:
         return broken
     until = airflow.stopped_at + (SWEPT_BOUND if hurt else STOP_BOUND)
-    late = [life for life in result.platform.truth.lives if _end(life) > until]
+    late = [life for life in result.truth.lives if _end(life) > until]
     if late:
         broken.append(
             f"stop: life {late[0].number} computed {_end(late[0]) - airflow.stopped_at:.0f} s longer"
@@ -142,7 +142,7 @@ def _surface(result: Result) -> list[str]:
 
 def _run(result: Result, name: str, run: Run) -> list[str]:
     """What the journal of one incarnation says, against what has happened."""
-    truth, broken = result.platform.truth, []
+    truth, broken = result.truth, []
     lives = [life for life in truth.lives if life.incarnation == name]
     whole = next((life for life in lives if life.ok), None)
     for attempt in run.attempts:
@@ -210,7 +210,7 @@ def _told(result: Result, runs: dict[str, Run]) -> list[str]:
         broken.append(f"end: told {final.state} ({final.why})")
     if final.state == "success" and final.why != "a person":
         newest = max(
-            (life for life in result.platform.truth.lives if life.ok), key=lambda one: one.begin, default=None
+            (life for life in result.truth.lives if life.ok), key=lambda one: one.begin, default=None
         )
         if newest is None:
             broken.append("success: Airflow was told of a success that was none")

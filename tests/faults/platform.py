@@ -90,6 +90,7 @@ class Truth:
 
     lives: list[LifeTruth] = field(default_factory=list)
     happened: dict[tuple[str, int], set[str]] = field(default_factory=dict)
+    runs: list[str] = field(default_factory=list)  # incarnations, in the order of their first submit
 
     def note(self, incarnation: str, attempt: int, what: str) -> None:
         self.happened.setdefault((incarnation, attempt), set()).add(what)
@@ -125,21 +126,22 @@ class JobTruth:
 
 
 class Platform:
-    """All jobs. ``fates(run, attempt, restart)`` is the scenario's; ``run`` counts incarnations from 1."""
+    """All jobs of one target. ``fates(run, attempt, restart)`` is the scenario's; ``run`` counts incarnations from 1."""
 
     def __init__(
         self,
         loop: Any,
         channel: Disk,
+        truth: Truth,
         fates: Callable[[int, int, int], Fate],
         *,
         atomic: bool = True,
     ) -> None:
-        self.loop, self.channel, self.fates, self.atomic = loop, channel, fates, atomic
+        self.loop, self.channel, self.truth, self.fates, self.atomic = loop, channel, truth, fates, atomic
+        self.root = channel.uri.removeprefix("file://")  # as its jobs see the channel
         self.jobs: list[JobTruth] = []
-        self.truth = Truth()
         self.away: Callable[[], bool] = lambda: False
-        self._runs: list[str] = []
+        self.free: Callable[[], int | None] = lambda: None
         self._tasks: set[asyncio.Task[None]] = set()
         channel.on_create = self._created
 
@@ -152,12 +154,11 @@ class Platform:
 
     def create(self, job: Job) -> str:
         """A new object, whether or not there is one of that name."""
-        path = job.channel.removeprefix("/channel/")
+        path = job.channel.removeprefix(f"{self.root}/")
         made = JobTruth(f"job-{len(self.jobs) + 1}", job, path, self.loop.clock(), since=self.loop.clock())
         self.jobs.append(made)
-        incarnation = made.incarnation
-        if incarnation not in self._runs:
-            self._runs.append(incarnation)
+        if made.incarnation not in self.truth.runs:
+            self.truth.runs.append(made.incarnation)
         # In no process's context: a job outlives whoever submitted it.
         task = self.loop.create_task(self._play(made), context=Context())
         self._tasks.add(task)
@@ -245,7 +246,7 @@ class Platform:
 
     async def _play(self, job: JobTruth) -> None:
         while True:
-            run = self._runs.index(job.incarnation) + 1
+            run = self.truth.runs.index(job.incarnation) + 1
             fate = self.fates(run, job.job.attempt, job.restart)
             self._show(job, State.QUEUED)
             if await self._rest(job, fate.queue):
@@ -301,7 +302,11 @@ class Platform:
             step = min(TOTAL, life.from_step + int((loop.now - life.begin + 1e-6) / fate.slow))
             if noticed is None and step % SAVE_EVERY == 0 and step > life.from_step and step < TOTAL:
                 self._save(records, life, step)
-            if records.newest_entry() > life.number:
+            if records.newest_entry() > life.number and noticed is None and records.may_save():
+                # Fenced from outside, with time to save: the platform knows nothing of it.
+                noticed, over_at = State.FAILED, loop.now + SAVING
+                job.kill_at = loop.now + PREEMPTION_GRACE
+            elif records.newest_entry() > life.number and noticed is not State.FAILED:
                 self.truth.note(life.incarnation, life.attempt, "superseded")
                 return State.CANCELLED if job.cancelled else State.FAILED
             if job.kill_at is not None and loop.now >= job.kill_at - 1e-6:
@@ -381,11 +386,10 @@ class SeamTarget:
 
     capabilities = Capabilities(notices=True)
     python = "python3"
-    channel = "memory://channel"
-    job_channel = "/channel"
 
     def __init__(self, actor: Actor, platform: Platform, name: str) -> None:
         self.name, self._actor, self._platform = name, actor, platform
+        self.channel, self.job_channel = platform.channel.uri, platform.root
 
     async def _ask(
         self, op: str, detail: str, effect: Callable[[], Any], kinds: tuple[str, ...], latency: float = 0.1
@@ -435,9 +439,11 @@ class SeamTarget:
         await self._ask("forget", job.name[-2:], lambda: self._platform.forget(job.name), WRITE)
 
     async def offers(self, gang: Gang) -> list[Offer]:
-        at = BEGINNING + asyncio.get_running_loop().time()
-        offer = Offer(self.name, None, "owned", 0.0, "declared", at)
-        return list(await self._ask("offers", "", lambda: [offer], READ))
+        def offer() -> list[Offer]:
+            at = BEGINNING + self._platform.loop.time()
+            return [Offer(self.name, None, "owned", 0.0, "declared", at, free_nodes=self._platform.free())]
+
+        return list(await self._ask("offers", "", offer, READ))
 
     async def close(self) -> None:
         pass

@@ -93,9 +93,18 @@ def _utc(clock: Callable[[], float]) -> Callable[[], str]:
     return lambda: iso(clock())
 
 
-def patches(clock: Callable[[], float]) -> list[Any]:
-    """What of the runtime looks at files of a file system or at the time of day."""
+def patches(clock: Callable[[], float], disks: Callable[[str], Disk]) -> list[Any]:
+    """What of the runtime looks at files of a file system or at the time of day.
+
+    :param disks: the files below a channel, by its path as jobs see it.
+    """
+
+    def elsewhere(path: str) -> RunFiles:
+        _, name, root = path.split("/", 2)
+        return RunFiles(disks(f"/{name}"), root)
+
     return [
+        mock.patch.object(rules, "Folder", new=elsewhere),
         mock.patch.object(checkpoint, "complete", _complete),
         mock.patch.object(rules, "choose", _choose),
         mock.patch.object(rules, "utc", new=_utc(clock)),
@@ -149,6 +158,11 @@ class Records:
     def checkpoint(self, step: int) -> None:
         name = posixpath.join(checkpoint.life_folder(self.life), checkpoint.save_name(step))
         self._create(f"{name}/manifest.json", {"step": step, "world_size": NODES, "files": []})
+
+    def may_save(self) -> bool:
+        """The newest entry is a fence that leaves this life the time to save."""
+        entry = rules.entry(self._files, self.newest_entry())  # type: ignore[arg-type]
+        return entry is not None and entry.kind == "fence" and entry.grace > 0
 
     def newest_entry(self) -> int:
         return max(rules.numbers(self._files), default=0)  # type: ignore[arg-type]

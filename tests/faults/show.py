@@ -29,9 +29,9 @@ def main(name: str, *faults: str) -> None:
         if "/journal/" in path:
             entry = {k: v for k, v in json.loads(result.state.files[path]).items() if k not in LEFT_OUT}
             print(path.split("/", 6)[-1], entry)
-    for life in result.platform.truth.lives:
+    for life in result.truth.lives:
         print(life)
-    for job in result.platform.jobs:
+    for job in result.jobs:
         print(job.id, job.job.name, job.state, job.restart)
     for told in result.airflow.told:
         print(f"try {told.try_number}: {told.state} {told.why[:200]}")

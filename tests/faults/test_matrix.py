@@ -50,7 +50,7 @@ def test_a_killed_process_asks_nothing_more() -> None:
     submit = next(call for call in play(scenario).calls if call.op == "target.submit")
     result = play(scenario, (Fault(submit.k, "kill-before"),))
     assert [call.actor for call in result.calls if call.k > submit.k].count(submit.actor) == 0
-    assert len(result.platform.jobs) == 1
+    assert len(result.jobs) == 1
     assert result.airflow.told[0].why == f"{submit.actor} died"
     assert check(result) == []
 
@@ -60,6 +60,6 @@ def test_a_late_request_still_arrives() -> None:
     scenario = next(s for s in SCENARIOS if not s.atomic)
     create = next(call for call in play(scenario).calls if call.op == "target.create")
     result = play(scenario, (Fault(create.k, "duplicate"),))
-    names = [job.job.name for job in result.platform.jobs]
+    names = [job.job.name for job in result.jobs]
     assert len(names) > len(set(names)), "there was a twin"
     assert check(result) == []

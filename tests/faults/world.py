@@ -28,6 +28,7 @@ from unittest import mock
 import airflow_gpu.compat
 import airflow_gpu.hooks.world
 import airflow_gpu.operators.gang
+import airflow_gpu.placing
 import airflow_gpu.rundir.slot
 import airflow_gpu.settings
 from airflow_gpu.driver import World
@@ -45,7 +46,7 @@ from tests.faults import ranks
 from tests.faults.airflow import Airflow, QuietOperator, namespace
 from tests.faults.clock import SimLoop, Stuck
 from tests.faults.disk import Disk, SeamStore
-from tests.faults.platform import Fate, Platform, SeamTarget
+from tests.faults.platform import Fate, JobTruth, Platform, SeamTarget, Truth
 from tests.faults.seam import ACTOR, READ, Call, Fault, Seam
 
 POLL = 5.0
@@ -74,7 +75,11 @@ class Scenario:
     deferrable: bool = True
     atomic: bool = True
     poll: float = POLL
-    target_away: tuple[float, float] = (0.0, 0.0)
+    targets: tuple[str, ...] = ("here",)
+    free: Callable[[str, Callable[[], float]], int | None] = lambda name, now: (
+        None
+    )  # nodes that could start it now
+    target_away: tuple[float, float] = (0.0, 0.0)  # of the first target
     store_away: tuple[float, float] = (0.0, 0.0)
     people: bool = False  # people act at every call as well
     # What must come of it, with whatever fault:
@@ -92,9 +97,9 @@ class Result:
     calls: list[Call]
     hit: dict[int, Call]
     airflow: Airflow
-    platform: Platform
+    truth: Truth
+    jobs: list[JobTruth]
     state: Disk
-    channel: Disk
     ended_at: float
     problem: str = ""
     said: list[str] = field(default_factory=list)
@@ -108,10 +113,16 @@ class _Bench:
         self.scenario = scenario
         self.loop = loop = SimLoop()
         self.seam = Seam(faults, MOST_CALLS)
-        self.state, self.channel = Disk("memory://state"), Disk("memory://channel")
-        self.platform = Platform(loop, self.channel, scenario.fates, atomic=scenario.atomic)
-        self.platform.away = self._during(scenario.target_away)
-        self.state.away = self.channel.away = self._during(scenario.store_away)
+        self.state, self.truth = Disk("memory://state"), Truth()
+        self.state.away = self._during(scenario.store_away)
+        self.platforms: dict[str, Platform] = {}
+        for name in scenario.targets:
+            channel = Disk(f"file:///{name}")
+            channel.away = self._during(scenario.store_away)
+            platform = Platform(loop, channel, self.truth, scenario.fates, atomic=scenario.atomic)
+            platform.free = functools.partial(scenario.free, name, loop.time)
+            self.platforms[name] = platform
+        self.platforms[scenario.targets[0]].away = self._during(scenario.target_away)
         self.gang = _gang(scenario)
         self.settings = Settings(INSTALLATION, "memory://state", None, scenario.poll)
         self.said: list[str] = []
@@ -126,6 +137,14 @@ class _Bench:
     def _operator(self) -> GangOperator:
         """One of its own for each process, as each parses the DAG file."""
         return copy.copy(self._prototype)
+
+    def disk(self, path: str) -> Disk:
+        """The files of a channel, by its path as jobs see it."""
+        return self.platforms[path.strip("/")].channel
+
+    @property
+    def jobs(self) -> list[JobTruth]:
+        return [job for platform in self.platforms.values() for job in platform.jobs]
 
     # -- what a process finds --------------------------------------------------------------------------
 
@@ -147,7 +166,7 @@ class _Bench:
 
         async def target(name: str) -> Any:
             if name not in targets:
-                targets[name] = SeamTarget(actor, self.platform, name)
+                targets[name] = SeamTarget(actor, self.platforms[name], name)
             return await lookup("connection", lambda: targets[name])
 
         async def secrets(references: Mapping[str, str]) -> Mapping[str, str]:
@@ -167,7 +186,7 @@ class _Bench:
             clock=self.loop.clock,
             sleep=actor.sleep,
             target=target,
-            channel_store=lambda uri: SeamStore(actor, self.channel, "channel"),
+            channel_store=lambda uri: SeamStore(actor, self.disk(uri.removeprefix("file://")), "channel"),
             watcher=watcher,
             secrets=secrets,
             say=heard,
@@ -191,7 +210,7 @@ class _Bench:
     async def _sweep(self) -> None:
         store = SeamStore(ACTOR.get(), self.state, "state")
         world = self.world(self.settings, lambda line: None, lambda line: None)
-        await sweep(store, INSTALLATION, world, _Asks(self.airflow), names=["here"])
+        await sweep(store, INSTALLATION, world, _Asks(self.airflow), names=list(self.platforms))
 
     # -- the run ---------------------------------------------------------------------------------------
 
@@ -202,7 +221,8 @@ class _Bench:
         numbers = itertools.count(1)
         with ExitStack() as stack:
             for patch in (
-                *ranks.patches(self.loop.clock),
+                *ranks.patches(self.loop.clock, self.disk),
+                mock.patch.object(airflow_gpu.placing, "time", clock),
                 mock.patch.object(airflow_gpu.hooks.world, "airflow_world", self.world),
                 mock.patch.object(airflow_gpu.hooks.world, "state_store", self.store),
                 mock.patch.object(airflow_gpu.settings, "settings", self.settled),
@@ -232,7 +252,7 @@ class _Bench:
                 break
         self.ended_at = self.loop.now
         await asyncio.sleep(SWEEP_AFTER)
-        if airflow.settled.is_set() and any(not job.state.ended for job in self.platform.jobs):
+        if airflow.settled.is_set() and any(not job.state.ended for job in self.jobs):
             airflow.sweep()
         await asyncio.sleep(AFTERWARDS)
 
@@ -253,7 +273,6 @@ _GANG: dict[str, Any] = {
     "nodes": 2,
     "gpus_per_node": 1,
     "command": "true",
-    "targets": "here",
     "stop_grace": 10,
     "secrets": {"TOKEN": "conn:hub#password"},
 }
@@ -261,7 +280,9 @@ _GANG: dict[str, Any] = {
 
 def _gang(scenario: Scenario) -> Gang:
     if scenario.name not in _GANGS:
-        _GANGS[scenario.name] = _parsed(Gang.from_fields({**_GANG, **scenario.gang}).to_json())
+        _GANGS[scenario.name] = _parsed(
+            Gang.from_fields({**_GANG, "targets": list(scenario.targets), **scenario.gang}).to_json()
+        )
     return _GANGS[scenario.name]
 
 
@@ -296,9 +317,9 @@ def play(scenario: Scenario, faults: tuple[Fault, ...] = ()) -> Result:
         seam.calls,
         seam.hit,
         bench.airflow,
-        bench.platform,
+        bench.truth,
+        bench.jobs,
         bench.state,
-        bench.channel,
         bench.ended_at,
         problem,
         bench.said,

@@ -39,6 +39,8 @@ from airflow_gpu.pacing import Pace
 from airflow_gpu.rundir import slot
 from airflow_gpu.rundir.store import Store
 from airflow_gpu.settings import Settings
+from airflow_gpu.sweeping import looking
+from airflow_gpu.sweeping.listing import RunDir
 from airflow_gpu.sweeping.sweep import sweep
 from airflow_gpu.targets.base import TargetError
 from airflow_gpu.targets.watch import Watcher
@@ -212,6 +214,18 @@ class _Bench:
         world = self.world(self.settings, lambda line: None, lambda line: None)
         await sweep(store, INSTALLATION, world, _Asks(self.airflow), names=list(self.platforms))
 
+    async def run_dirs(self, store: Store, installation: str) -> dict[str, RunDir]:
+        """``sweeping.listing.run_dirs``, whose way goes by the times of a real store."""
+        found: dict[str, int] = {}
+        for entry in await store.list(f"v1/{installation}"):
+            path, _, name = entry.path.rpartition("/")
+            if path.endswith("/journal"):
+                run = path.removesuffix("/journal")
+                found[run] = max(found.get(run, 0), int(name.removesuffix(".json")))
+            elif name == "run.json":
+                found.setdefault(path, 0)
+        return {path: RunDir(path, entries, self.loop.clock()) for path, entries in found.items()}
+
     # -- the run ---------------------------------------------------------------------------------------
 
     @contextmanager
@@ -223,6 +237,7 @@ class _Bench:
             for patch in (
                 *ranks.patches(self.loop.clock, self.disk),
                 mock.patch.object(airflow_gpu.placing, "time", clock),
+                mock.patch.object(looking, "run_dirs", self.run_dirs),
                 mock.patch.object(airflow_gpu.hooks.world, "airflow_world", self.world),
                 mock.patch.object(airflow_gpu.hooks.world, "state_store", self.store),
                 mock.patch.object(airflow_gpu.settings, "settings", self.settled),

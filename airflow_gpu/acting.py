@@ -9,6 +9,7 @@ What it does not do: decide, look or end anything.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -88,3 +89,9 @@ class Actor:
             root = attempt.channel.removesuffix(f"/{path}")
             self._channels[attempt.channel] = Channel(self.world.channel_store(root), path)
         return self._channels[attempt.channel]
+
+    def _gang_of(self, attempt: Attempt) -> Gang:
+        """The request of the owner who began the attempt: an adopter may have rendered another one."""
+        if attempt.epoch == self.epoch:
+            return self.gang
+        return Gang.from_json(json.dumps(self.journal.gang_of(attempt.epoch)))

@@ -16,7 +16,6 @@ decides again. Every action may be repeated.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable
 from dataclasses import replace
 from typing import assert_never
@@ -35,9 +34,10 @@ from airflow_gpu.gang.run import Attempt, Cause, Outcome, Seed, State, Verdict
 from airflow_gpu.gang.spec import Gang
 from airflow_gpu.pacing import GLANCE, LOOK, Turns
 from airflow_gpu.placing import Asked, Elsewhere, ask, leftovers
-from airflow_gpu.record import build_record, describe
+from airflow_gpu.record import build_record, clean, describe
 from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.journal import Journal, LostRace
+from airflow_gpu.rundir.slot import newest
 from airflow_gpu.rundir.store import StoreError
 from airflow_gpu.staging import job_for, ref_for, stage
 from airflow_gpu.stopping import KILL_ROUNDS, Stopping
@@ -47,6 +47,9 @@ from airflow_gpu.tasklog import RankLog
 
 NODE_TAIL = 4000
 """Characters of a node's own output that are shown when the runtime never started."""
+
+STALE = 30.0
+"""Seconds after which a look is too old to decide on."""
 
 HOLD_LIMIT = 120.0
 """Seconds for which a worker stays with an attempt that is to end, before it leaves the rest to a triggerer."""
@@ -75,6 +78,7 @@ class Driver(Stopping):
     ) -> None:
         super().__init__(journal, key, incarnation, gang, epoch=epoch, world=world)
         self._elsewhere = Elsewhere(gang, world.target)
+        self._looked_at = 0.0  # when the newest look was done
         self._failing: float | None = None  # since when the current attempt could not be submitted
         self._log = RankLog(world.rank_log)
         self._turns = Turns(world.pace, world.poll)
@@ -85,6 +89,12 @@ class Driver(Stopping):
         :raises SupersededError: a newer owner has taken over.
         :raises StoreError: the run directory could not be reached for STORE_LIMIT seconds.
         """
+        try:
+            return await self._until(until_submitted)
+        finally:
+            self._elsewhere.forget()
+
+    async def _until(self, until_submitted: bool) -> Verdict | None:
         broken: float | None = None
         while True:
             try:
@@ -122,7 +132,12 @@ class Driver(Stopping):
         run = self.journal.run
         self._basis = run.seq
         self._observer.drop_if_stale(run.current)
-        action = lifecycle.step(run, self.gang, self._observer.seen, now, self.epoch)
+        seen = self._observer.seen
+        if run.current is not None and seen is not None and now - max(seen.at, self._looked_at) > STALE:
+            # This process stood still, or an answer took that long: no limit is held against what is long past.
+            await self._look(run.current, 0.0)
+            return None
+        action = lifecycle.step(run, self.gang, seen, now, self.epoch)
         match action:
             case lifecycle.Done(verdict):
                 return verdict
@@ -172,11 +187,12 @@ class Driver(Stopping):
         self._failing = None
         store = self.world.channel_store(asked.targets[decision.chosen.target].channel)
         channel = Channel(store, run_path(self.key, self.incarnation))
-        first_life, where = 1, None
+        first_life, since, where = 1, 0, None
         for earlier in run.attempts[-1:]:
             there = self.channel(earlier)
             first_life = max([life.number for life in await there.lives()] or [0]) + 1
             where = await there.locate(earlier) if resume else None
+            since = earlier.since if resume else first_life
         await self._append(
             attempt_entry(
                 attempt=number,
@@ -188,6 +204,7 @@ class Driver(Stopping):
                 first_life=first_life,
                 digest=self.gang.digest(),
                 seed=self._seed(where, channel),
+                since=since,
             )
         )
         self._observer.forget()
@@ -199,7 +216,7 @@ class Driver(Stopping):
         """What the next attempt on ``channel`` begins from while it has nothing of its own there."""
         run = self.journal.run
         if where is None:
-            return run.owners[0].seed
+            return run.owners[-1].seed
         if where.run or where.channel != channel.uri:
             return where
         last = run.attempts[-1]
@@ -217,6 +234,9 @@ class Driver(Stopping):
 
     async def _alone(self, asked: Asked) -> bool:
         """End what another run directory of this task instance has left behind; True when nothing of it lives."""
+        last = await newest(self.journal.store, self.key)
+        if last is not None and last[1] != self.incarnation:
+            raise SupersededError("a newer run of this task has begun")
         found = await leftovers(asked, self.key, self.incarnation)
         for target, listed in found:
             cancel = target.cancel(listed.ref, grace=self.gang.stop_grace, since=self.world.clock())
@@ -227,12 +247,6 @@ class Driver(Stopping):
                 f"an earlier gang of this task still runs, and its run directory is lost; ending it first: {names}"
             )
         return not found
-
-    def _gang_of(self, attempt: Attempt) -> Gang:
-        """The request of the owner who began the attempt: an adopter may have rendered another one."""
-        if attempt.epoch == self.epoch:
-            return self.gang
-        return Gang.from_json(json.dumps(self.journal.gang_of(attempt.epoch)))
 
     async def _submit(self, attempt: Attempt) -> None:
         now = self.world.clock()
@@ -296,8 +310,9 @@ class Driver(Stopping):
             attempt, channel, sighting, trouble, now, lasted=lasted, glance=glance
         )
         if seen.state is State.QUEUED and attempt.stop is None:
-            better, blocked = await self._elsewhere.look(self.journal.run, attempt, self.epoch, now)
+            better, blocked = self._elsewhere.look(self.journal.run, attempt, self.epoch, now)
             seen = self._observer.note(elsewhere=better, blocked=blocked)
+        self._looked_at = self.world.clock()
         if seen.life is not None:
             await self._log.follow(channel, seen.life, ended=seen.state.ended)
         if sighting is None:
@@ -365,8 +380,8 @@ class Driver(Stopping):
     async def _finish(self, outcome: str, cause: Cause, message: str) -> None:
         run = self.journal.run
         record = await build_record(run, self.gang, self.channel, self.journal)
-        record = {"outcome": outcome, "cause": cause.value, "message": message, **record}
-        await self._append(verdict_entry(outcome, cause, message, record))
+        record = clean({"outcome": outcome, "cause": cause.value, "message": message, **record})
+        await self._append(verdict_entry(outcome, cause, record["message"], record))
 
 
 async def _uncancelled(submit: Awaitable[str]) -> str:

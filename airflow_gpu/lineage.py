@@ -45,7 +45,7 @@ async def previous_checkpoint(store: Store, key: RunKey, gang: Gang, ti: Any) ->
         return None, f"The run before this one ({before.run_id}) has no gang here: it begins from nothing."
     journal = Journal(store, run_path(theirs, found[1]))
     run = await journal.refresh()
-    for attempt in run.attempts[::-1]:
+    for attempt in run.attempts[-1:]:  # it knows of what those before it have left
         changed = changes(_code(journal.gang_of(attempt.epoch)), _code(gang.to_dict()))
         if changed and gang.checkpointing.on_change == "fresh":
             return None, (

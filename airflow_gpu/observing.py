@@ -32,6 +32,7 @@ class Observer:
         self.sighting: Sighting | None = None  # the target's newest word on the current attempt
         self.asked: float | None = None  # since when this driver has asked for the end
         self._since: tuple[str, float] = ("", 0.0)
+        self._first: tuple[str, float] = ("", 0.0)  # the same by our clock alone
         self._basis: tuple[int, float | None] | None = None
         self._glances = 0
 
@@ -83,7 +84,7 @@ class Observer:
             self._glances = 0
             known = None if ended else self.evidence
             self.evidence = await channel.evidence(
-                attempt.number, ended=ended, known=known, seed=attempt.seed
+                attempt.number, ended=ended, known=known, seed=attempt.seed, since=attempt.since
             )
         found = self.evidence
         self.sighting = sighting or self.sighting
@@ -96,6 +97,7 @@ class Observer:
             since=self._first_seen(
                 attempt, state, sighting.since if sighting is not None else None, now - lasted
             ),
+            first_at=self._first_at(attempt, state, sighting, now - lasted),
             native=sighting.native if sighting is not None else "no answer",
             reason=sighting.reason if sighting is not None else trouble,
             restart=before.restart if before is not None else 0,
@@ -125,11 +127,17 @@ class Observer:
         self._basis = (attempt.number, attempt.submitted_at)
         return seen
 
+    def _first_at(self, attempt: Attempt, state: State, sighting: Sighting | None, now: float) -> float:
+        tag = f"{attempt.number}/{state}/{sighting.since if sighting is not None else None}"
+        if self._first[0] != tag:
+            self._first = (tag, now)
+        return self._first[1]
+
     def _first_seen(self, attempt: Attempt, state: State, since: float | None, now: float) -> float:
         # Not the native word: an unknown state in two words in turn is still unknown.
         tag = f"{attempt.number}/{state}"
         if since is not None:  # the platform's own word; it may have been something else between two looks
-            self._since = (tag, since)
+            self._since = (tag, min(since, now))
         elif self._since[0] != tag:
             self._since = (tag, now)
         return self._since[1]

@@ -11,6 +11,7 @@ Limits: only targets that answer are looked through for leftovers.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +29,9 @@ from airflow_gpu.targets.watch import bounded
 LOOK_ELSEWHERE = 60.0
 """Seconds between two looks for a target that could start a gang which waits in the queue of another."""
 
-_ANSWERS: WeakKeyDictionary[Target, dict[tuple[Any, ...], tuple[float, list[Offer]]]] = WeakKeyDictionary()
+_ANSWERS: WeakKeyDictionary[Target, dict[tuple[Any, ...], tuple[float, list[Offer] | Exception]]] = (
+    WeakKeyDictionary()
+)
 """What targets answered last, by the shape of a gang: thousands that wait ask the same."""
 
 Resolve = Callable[[str], Awaitable[Target]]
@@ -53,20 +56,32 @@ async def ask(gang: Gang, resolve: Resolve, age: float = 0.0) -> Asked:
 
     :param age: seconds for which an answer to the same question, also by another gang of this process, will do.
     """
+    answers = await asyncio.gather(*(_ask(name, gang, resolve, age) for name in gang.targets))
     targets: dict[str, Target] = {}
     offers: list[Offer] = []
     errors: dict[str, str] = {}
     passing = False  # a target that does not answer may do so later; one that is not there will not
-    for name in gang.targets:
-        try:
-            targets[name] = await resolve(name)
-            # By the name under which it was listed, whatever the target calls itself.
-            offers += [replace(o, target=name) for o in await _offers(targets[name], name, gang, age)]
-        except TargetError as error:
-            targets.pop(name, None)
-            errors[name] = str(error)
-            passing = passing or not isinstance(error, NotConfigured)
+    for name, (target, answer) in zip(gang.targets, answers, strict=True):
+        if target is None or isinstance(answer, Exception):
+            errors[name] = str(answer) if isinstance(answer, TargetError) else repr(answer)
+            passing = passing or not isinstance(answer, NotConfigured)
+            continue
+        targets[name] = target
+        # By the name under which it was listed, whatever the target calls itself.
+        offers += [replace(offer, target=name) for offer in answer]
     return Asked(targets, tuple(offers), errors, passing)
+
+
+async def _ask(
+    name: str, gang: Gang, resolve: Resolve, age: float
+) -> tuple[Target | None, list[Offer] | Exception]:
+    """One target's answer. Whatever a client library raises: it must not keep the others from being asked."""
+    target = None
+    try:
+        target = await resolve(name)
+        return target, await _offers(target, name, gang, age)
+    except Exception as error:
+        return target, error
 
 
 async def _offers(target: Target, name: str, gang: Gang, age: float) -> list[Offer]:
@@ -80,36 +95,58 @@ async def _offers(target: Target, name: str, gang: Gang, age: float) -> list[Off
         gang.image,
         gang.priority,
     )
-    at, offers = known.get(shape, (0.0, []))
+    at, answer = known.get(shape, (0.0, []))
     if not age or time.monotonic() - at >= age:
-        offers = await bounded(target.offers(gang), name)
-        known[shape] = time.monotonic(), offers
-    return offers
+        try:
+            answer = await bounded(target.offers(gang), name)
+        except Exception as error:
+            answer = error
+        known[shape] = time.monotonic(), answer
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
 
 class Elsewhere:
-    """Looks, from time to time, whether another target could start a gang that waits."""
+    """Looks, from time to time, whether another target could start a gang that waits.
+
+    In a task of its own: a target that hangs must not hold up the look at the one where the gang waits.
+    """
 
     def __init__(self, gang: Gang, resolve: Resolve) -> None:
         self._gang = gang
         self._resolve = resolve
-        self._at: tuple[int, float] = (0, 0.0)
-        self._found = ("", "")
+        self._attempt = 0
+        self._at = 0.0
+        self._task: asyncio.Task[Asked] | None = None
+        self._asked: Asked | None = None
 
-    async def look(self, run: Run, attempt: Attempt, epoch: int, now: float) -> tuple[str, str]:
-        """A target that could start it at once (else empty), and why the attempt's own does not (else empty)."""
+    def look(self, run: Run, attempt: Attempt, epoch: int, now: float) -> tuple[str, str]:
+        """A target that could start it at once (else empty), and why the attempt's own does not (else empty), as last heard."""
         if len(self._gang.targets) < 2 or self._gang.placement.move_after is None:
             return "", ""
-        if self._at[0] == attempt.number and now - self._at[1] < LOOK_ELSEWHERE:
-            return self._found
-        asked = await ask(self._gang, self._resolve, age=LOOK_ELSEWHERE)
-        own = [offer for offer in asked.offers if offer.target == attempt.target]
+        if self._attempt != attempt.number:
+            self._attempt, self._at, self._asked = attempt.number, 0.0, None
+            self.forget()
+        if self._task is not None and self._task.done():
+            self._asked, self._task, self._at = self._task.result(), None, now
+        if self._task is None and now - self._at >= LOOK_ELSEWHERE:
+            self._task = asyncio.get_running_loop().create_task(
+                ask(self._gang, self._resolve, age=LOOK_ELSEWHERE)
+            )
+        if self._asked is None:
+            return "", ""
+        own = [offer for offer in self._asked.offers if offer.target == attempt.target]
         blocked = next((offer.blocked or offer.reason for offer in own if offer.blocked or offer.reason), "")
-        chosen = asked.decide(self._gang, run, epoch, now).chosen
+        chosen = self._asked.decide(self._gang, run, epoch, now).chosen
         better = chosen is not None and chosen.target != attempt.target and startable(chosen, self._gang)
-        self._at = (attempt.number, now)
-        self._found = (chosen.target if chosen is not None and better else "", blocked)
-        return self._found
+        return chosen.target if chosen is not None and better else "", blocked
+
+    def forget(self) -> None:
+        """The answer is of no use any more."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
 
 
 async def leftovers(asked: Asked, key: RunKey, incarnation: str) -> list[tuple[Target, Listed]]:

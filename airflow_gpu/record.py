@@ -88,6 +88,15 @@ async def build_record(
     }
 
 
+def clean(value: Any) -> Any:
+    """The same JSON with text that every store and database takes: no lone surrogates (names of files that are not UTF-8), no NUL."""
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")
+    if isinstance(value, dict):
+        return {clean(name): clean(one) for name, one in value.items()}
+    return [clean(one) for one in value] if isinstance(value, list | tuple) else value
+
+
 Ends = dict[int, float | None]
 """When each life ended, by the records of its nodes; None where they do not say."""
 

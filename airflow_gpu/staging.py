@@ -84,6 +84,7 @@ async def stage(
         "name": attempt.name,
         "first_life": attempt.first_life,
         "resume": attempt.resume,
+        "since": attempt.since,
         "seed": _seed_in_job(target, attempt.seed),
         "channel": _in_job(target, channel),
         "nodes": gang.nodes,

@@ -40,7 +40,8 @@ class Stopping(Actor):
         """Ask for the end; again when the target shows something new without an end, and from time to time."""
         now, shown = self.world.clock(), self._observer.sighting
         self._observer.asked = self._observer.asked or now
-        heard = self._observer.seen is None or self._observer.seen.state is not State.UNKNOWN
+        # One that is out of sight, and one that is said not to be there, are told by their run directory as well.
+        heard = self._observer.seen is None or self._observer.seen.state not in (State.UNKNOWN, State.GONE)
         if self._told is not None and self._told[0] == attempt.number and now < self._told[1] + CANCEL_EVERY:
             before = self._told[2]
             if before is shown or (before is not None and shown is not None and not differs(before, shown)):
@@ -58,7 +59,11 @@ class Stopping(Actor):
         """The target does not answer: a fence in the run directory lets no life begin, and the one that runs save and leave."""
         reason = attempt.stop.reason if attempt.stop is not None else ""
         await self.channel(attempt).fence(
-            attempt.number, attempt.first_life, reason, self.world.clock(), grace=self.gang.stop_grace
+            attempt.number,
+            attempt.first_life,
+            reason,
+            self.world.clock(),
+            grace=self._gang_of(attempt).stop_grace,
         )
 
     async def _ask_to_end(self, attempt: Attempt) -> None:
@@ -67,7 +72,9 @@ class Stopping(Actor):
         ref = ref_for(self.key, self.incarnation, attempt)
         # The run's own driver may be waiting in this process: it is to see the stop that was just journalled.
         self.world.watcher(target).nudge(ref.name)
-        await bounded(target.cancel(ref, grace=self.gang.stop_grace, since=since), attempt.target)
+        await bounded(
+            target.cancel(ref, grace=self._gang_of(attempt).stop_grace, since=since), attempt.target
+        )
 
     # -- a person's wish -------------------------------------------------------------------------
 

@@ -92,6 +92,7 @@ def attempt_entry(
     first_life: int,
     digest: str,
     seed: Seed | None = None,
+    since: int = 0,
 ) -> Entry:
     return {
         "kind": "attempt",
@@ -103,6 +104,7 @@ def attempt_entry(
         "resume": resume,
         "first_life": first_life,
         "digest": digest,
+        **({"since": since} if since else {}),
         **({"seed": asdict(seed)} if seed is not None else {}),
     }
 
@@ -212,6 +214,7 @@ def _attempt(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:
             digest=str(entry.get("digest", "")),
             offer=dict(entry.get("offer") or {}),
             seed=_seed(entry),
+            since=int(entry.get("since", 0)),
         )
     )
 

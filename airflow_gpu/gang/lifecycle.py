@@ -51,6 +51,9 @@ TIME_LIMIT_SLACK = 120.0
 FINISH_LIMIT = 300.0
 """Seconds a platform may take to notice that every rank has ended well."""
 
+VANISH_LIMIT = 30.0
+"""Seconds beyond the grace for which ranks of a job that is not there any more may still say that they ended."""
+
 FENCE_LIMIT = 300.0
 """Seconds after the grace within which ranks that were fenced should say that they ended."""
 
@@ -174,6 +177,11 @@ def step(run: Run, gang: Gang, seen: Observation | None, now: float, epoch: int)
     return _judge(run, gang, attempt, seen, now)
 
 
+def _begun_again(run: Run, attempt: Attempt) -> bool:
+    """A Clear that begins from nothing came after the attempt: its success is that of something else."""
+    return any(o.reason == "clear" and not o.resume and o.epoch > attempt.epoch for o in run.owners)
+
+
 def _inherited(run: Run, attempt: Attempt) -> bool:
     """The attempt is from before a Clear: it is ended, and another one goes on from its checkpoint."""
     return any(owner.reason == "clear" and owner.epoch > attempt.epoch for owner in run.owners)
@@ -186,7 +194,7 @@ def _judge(run: Run, gang: Gang, attempt: Attempt, seen: Observation, now: float
     if seen.whole_success:
         return _finished(gang, attempt, seen, now)
     if seen.state.ended:
-        return _ended(attempt, seen, now)
+        return _ended(gang, attempt, seen, now)
     if attempt.stop is not None:
         return _stopping(gang, attempt, seen, now)
     end = deadline(run, gang)
@@ -226,13 +234,13 @@ def _finished(gang: Gang, attempt: Attempt, seen: Observation, now: float) -> Ac
         return RequestStop(
             attempt, "finished", "every rank succeeded, but the platform queued the gang again"
         )
-    limit = seen.since + (gang.recovery.unknown_limit if seen.state is State.UNKNOWN else FINISH_LIMIT)
+    limit = seen.seen_since + (gang.recovery.unknown_limit if seen.state is State.UNKNOWN else FINISH_LIMIT)
     if now >= limit:
         return RequestStop(attempt, "finished", "every rank succeeded, but the platform still holds the gang")
     return Watch(attempt, limit)
 
 
-def _ended(attempt: Attempt, seen: Observation, now: float) -> Action:
+def _ended(gang: Gang, attempt: Attempt, seen: Observation, now: float) -> Action:
     if seen.state is State.GONE and attempt.submitted_at is None:
         if attempt.stop is None:
             return Submit(attempt)
@@ -241,10 +249,16 @@ def _ended(attempt: Attempt, seen: Observation, now: float) -> Action:
             attempt,
             _outcome(STOP_CAUSES.get(attempt.stop.reason, Cause.STOPPED), seen, now, attempt.stop.detail),
         )
+    if seen.state is State.GONE and seen.ending is None and seen.life is not None and not seen.all_ended:
+        # Nobody has seen it end. Perhaps its connection points elsewhere by now: its ranks are told by their run
+        # directory, and have the time to say that they ended.
+        limit = seen.seen_since + gang.stop_grace + VANISH_LIMIT
+        if now < limit:
+            return Cancel(attempt, limit)
     cause, detail = _cause(attempt, seen)
     if cause is None:
-        if now < seen.since + EVIDENCE_LIMIT:
-            return Watch(attempt, seen.since + EVIDENCE_LIMIT)
+        if now < seen.seen_since + EVIDENCE_LIMIT:
+            return Watch(attempt, seen.seen_since + EVIDENCE_LIMIT)
         cause = Cause.NO_EVIDENCE if seen.state is State.SUCCEEDED else Cause.NODE_LOST
     return Close(attempt, _outcome(cause, seen, now, detail))
 
@@ -350,8 +364,8 @@ def _limits(
         return RequestStop(attempt, "fruitless", fruitless(seen.fruitless, recovery))
     move_at = None
     if seen.state is State.QUEUED:
-        limit = seen.since + gang.placement.max_wait
-        move_at = _move_at(gang, attempt, seen)
+        limit = _waiting_since(run, attempt, seen) + gang.placement.max_wait
+        move_at = _move_at(run, gang, attempt, seen)
         if move_at is not None and now >= move_at:
             why = seen.blocked or f"it waited {_span(now - seen.since)}"
             return RequestStop(attempt, "moved", f"{why}; {seen.elsewhere} can start it now")
@@ -360,7 +374,7 @@ def _limits(
             f"waited longer than placement.max_wait ({_span(gang.placement.max_wait)})",
         )
     elif seen.state is State.STARTING or seen.life is None or seen.life.restart < seen.restart:
-        limit = seen.since + gang.placement.start_timeout
+        limit = seen.seen_since + gang.placement.start_timeout
         reason = "not_started"
         detail = f"did not start within placement.start_timeout ({_span(gang.placement.start_timeout)})"
     else:
@@ -371,9 +385,32 @@ def _limits(
     return Watch(attempt, _soonest(limit, end, move_at))
 
 
-def _move_at(gang: Gang, attempt: Attempt, seen: Observation) -> float | None:
-    """When a gang that waits here goes elsewhere; None while there is no place that would start it."""
+def _moves(run: Run) -> list[Attempt]:
+    """The attempts in a row, up to the current one, that waited and went elsewhere without a start."""
+    found: list[Attempt] = []
+    for attempt in reversed(run.attempts):
+        if attempt.over and (
+            attempt.outcome is None or attempt.outcome.life or attempt.outcome.cause is not Cause.MOVED
+        ):
+            break
+        if attempt.over:
+            found.append(attempt)
+    return found
+
+
+def _waiting_since(run: Run, attempt: Attempt, seen: Observation) -> float:
+    """Since when it waits in queues: a move takes nothing from max_wait."""
+    return min([seen.since, *(a.at for a in _moves(run) if a.epoch == attempt.epoch)])
+
+
+def _move_at(run: Run, gang: Gang, attempt: Attempt, seen: Observation) -> float | None:
+    """When a gang that waits here goes elsewhere; None while there is no place that would start it.
+
+    It never goes back to where it has just waited in vain: what looks free there may not be free for it.
+    """
     if not seen.elsewhere or gang.placement.move_after is None or not _others(gang, attempt):
+        return None
+    if any(a.target == seen.elsewhere for a in _moves(run)):
         return None
     return seen.since if seen.blocked else seen.since + gang.placement.move_after
 
@@ -390,7 +427,8 @@ def _next(run: Run, gang: Gang, now: float, epoch: int) -> Action:
     owner = run.owner
     assert owner is not None
     last = run.attempts[-1] if run.attempts else None
-    if last is not None and last.outcome is not None and last.outcome.cause is Cause.SUCCEEDED:
+    succeeded = last is not None and last.outcome is not None and last.outcome.cause is Cause.SUCCEEDED
+    if last is not None and succeeded and not _begun_again(run, last):
         return Finish("success", Cause.SUCCEEDED, "")
     mine = run.of_epoch(epoch)
     if run.stop is not None:
@@ -405,6 +443,8 @@ def _next(run: Run, gang: Gang, now: float, epoch: int) -> Action:
         return Start(len(run.attempts) + 1, resume)
     outcome = last.outcome
     assert outcome is not None
+    if succeeded:
+        return Start(len(run.attempts) + 1, resume)
     stop = last.stop
     if stop is not None and (stop.epoch < epoch or stop.reason == "superseded"):
         # An older owner's stop, or ours of its attempt, is a lost attempt and not a verdict.

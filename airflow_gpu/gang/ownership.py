@@ -64,10 +64,10 @@ def claim(run: Run | None, me: Try, on_clear: str) -> Claim:
     if owner.ti_id == me.ti_id and owner.try_number == me.try_number:
         return Claim("same", owner.reason)
     live = run.current is not None
+    if _another_dag_run(run, me):
+        # Deleted and made again: it must not inherit anything. What could still start or run there is ended first.
+        return Claim("new", "start", stop=live or run.verdict is None, doubtful=True)
     if me.try_number <= owner.try_number:
-        if not me.dag_run or all(me.dag_run != o.dag_run for o in run.owners):
-            # The DAG run was deleted and made again: another run, which must not inherit anything.
-            return Claim("new", "start", stop=live, doubtful=True)
         # The same DAG run as before, and its tries come again: the database is an older one than the journal.
         if run.verdict is not None and run.verdict.success:
             return Claim("same", "restored")
@@ -76,9 +76,31 @@ def claim(run: Run | None, me: Try, on_clear: str) -> Claim:
     if run.verdict is not None and run.verdict.success:
         # After a Clear a resume would end at once with the old result. Without one, the worker that was to
         # tell Airflow of the success has died: it is told again, and nothing is computed again.
-        return Claim("new", "clear") if cleared else Claim("same", "retry")
+        # (max_tries stays when the retries were lowered; then the DAG run's own count of Clears tells.)
+        again = cleared or _clears(me.dag_run) > _clears(owner.dag_run)
+        return Claim("new", "clear", stop=live) if again else Claim("same", "retry")
     if cleared:
         return Claim("take", "clear", resume=on_clear == "resume", stop=live)
     if run.verdict is not None:
         return Claim("take", "retry")
     return Claim("take", "adopt")
+
+
+def _another_dag_run(run: Run, me: Try) -> bool:
+    """The try is of a DAG run that was made under the name of the one in the journal.
+
+    Only a Clear changes the ``start_date`` of a DAG run, and each Clear raises its ``clear_number``.
+    """
+    owner = run.owner
+    assert owner is not None
+    if not me.dag_run or not owner.dag_run:
+        return me.try_number <= owner.try_number  # an Airflow that does not say
+    if any(me.dag_run == o.dag_run for o in run.owners):
+        return False
+    return _clears(me.dag_run) <= _clears(owner.dag_run)
+
+
+def _clears(dag_run: str) -> int:
+    """How often the DAG run had been cleared."""
+    count, _, _ = dag_run.partition("/")
+    return int(count) if count.isdigit() else 0

@@ -135,6 +135,7 @@ class Life:
     world_size: int = 0
     start: CheckpointRef | None = None
     at: float = 0.0
+    seeded: bool = False  # the checkpoint it started from lies on another channel
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,9 @@ class Attempt:
     digest: str = ""
     offer: dict[str, Any] = field(default_factory=dict)
     seed: Seed | None = None  # where it begins while its channel has no checkpoint for it
+    since: int = (
+        0  # lives with a lower number are from before a start from nothing: none of their checkpoints counts
+    )
     platform_id: str | None = None
     submitted_at: float | None = None
     stop: Stop | None = None
@@ -308,6 +312,9 @@ class Observation:
     step: int | None = None  # last progress reported by that life
     fruitless: int = 0  # lives before that one, in a row, that started from the same checkpoint
     blamed: tuple[str, ...] = ()  # hosts that the platform holds responsible
+    first_at: float | None = (
+        None  # when this observer first saw this state: its own clock, for the short limits
+    )
     asked: float | None = None  # since when this observer has asked the target to end the attempt
     elsewhere: str = ""  # another target of the list that could start the gang at once
     blocked: str = ""  # why this target starts nothing of the kind for now: drained, sold out
@@ -320,6 +327,11 @@ class Observation:
             and self.restart > self.life.restart
             and self.state in (State.QUEUED, State.STARTING)
         )
+
+    @property
+    def seen_since(self) -> float:
+        """Since when this observer sees the state. The platform's ``since`` is by another clock, which may be hours off."""
+        return self.since if self.first_at is None else self.first_at
 
     @property
     def all_ended(self) -> bool:

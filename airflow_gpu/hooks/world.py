@@ -17,7 +17,7 @@ from airflow_gpu.compat import BaseHook
 from airflow_gpu.driver import World
 from airflow_gpu.hooks.target import build_target
 from airflow_gpu.pacing import Pace
-from airflow_gpu.rundir.store import Store
+from airflow_gpu.rundir.store import Store, StoreError
 from airflow_gpu.settings import Settings
 from airflow_gpu.targets.base import NotConfigured, Target, TargetError
 from airflow_gpu.targets.watch import Watcher
@@ -134,7 +134,14 @@ async def state_store(given: Settings) -> Store:
     async with shared.reading.setdefault(name, asyncio.Lock()):
         read_at, store = shared.states.get(name, (0.0, None))
         if store is None or time.monotonic() - read_at >= CONNECTION_AGE:
-            conn = await BaseHook.aget_connection(given.state_conn_id)
+            try:
+                conn = await BaseHook.aget_connection(given.state_conn_id)
+            except Exception as error:
+                if store is not None:
+                    return store  # a metadata database that is away says nothing about the store
+                if _not_there(error):
+                    raise
+                raise StoreError(f"connection {given.state_conn_id!r} cannot be read now: {error}") from error
             store = Store(given.state_uri, store_options(conn))
             shared.states[name] = time.monotonic(), store
         return store

@@ -170,11 +170,12 @@ class GangOperator(BaseOperator):
     async def _take(self, context: Context, given: Settings, gang: Gang) -> Held:
         from airflow_gpu.gang.identity import RunKey
         from airflow_gpu.gang.ownership import Try
-        from airflow_gpu.gang.run import Cause, Seed
-        from airflow_gpu.hooks.world import state_store
+        from airflow_gpu.gang.run import Seed
+        from airflow_gpu.hooks.world import airflow_world, state_store
         from airflow_gpu.lineage import dag_run_identity, previous_checkpoint
         from airflow_gpu.patience import patiently
         from airflow_gpu.rundir.slot import take
+        from airflow_gpu.sweeping.ending import end_run
 
         ti = context["ti"]
         key = RunKey(
@@ -229,13 +230,14 @@ class GangOperator(BaseOperator):
                     self.log.warning("%s", held.note)
                 return held
             self.log.info("an earlier DAG run of this name still has a gang; ending it first")
-            before = Gang.from_json(json.dumps(held.journal.gang_of(held.epoch)))
-            driver = self._driver(held, given, before)
-            await driver.stop("user", "its DAG run was deleted and made again")
-            verdict = await driver.run()
-            if verdict is not None and verdict.cause is Cause.LOST_SIGHT:
+            world = airflow_world(given, self.log.info, self.log.info)
+            why = "its DAG run was deleted and made again"
+            ended = await end_run(
+                held.journal, held.key, held.incarnation, world, why, limit=gang.recovery.unknown_limit
+            )
+            if not ended.ok:
                 raise GangFailed(
-                    f"the gang of an earlier DAG run of this name is not known to be over: {verdict.message}"
+                    f"the gang of an earlier DAG run of this name is not known to be over: {ended.words}"
                 )
 
     def _driver(self, held: Held, given: Settings, gang: Gang) -> Driver:

@@ -113,12 +113,19 @@ class Channel:
     # -- evidence --------------------------------------------------------------------------------
 
     async def evidence(
-        self, attempt: int, *, ended: bool, known: Evidence | None = None, seed: Seed | None = None
+        self,
+        attempt: int,
+        *,
+        ended: bool,
+        known: Evidence | None = None,
+        seed: Seed | None = None,
+        since: int = 0,
     ) -> Evidence:
         """What the newest life of the attempt has written.
 
         :param ended: the platform says that the ranks have ended.
         :param seed: of the attempt: where it begins while this channel has no checkpoint for it.
+        :param since: of the attempt: lives with a lower number do not count.
         :param known: an earlier answer. Reading checkpoints walks the chain,
             so while the ranks run it is kept from there.
         """
@@ -126,7 +133,7 @@ class Channel:
         mine = [life for life in lives if life.attempt == attempt and not life.fence]
         real = [life for life in lives if not life.fence]
         if not mine:
-            return Evidence(checkpoint=await self.newest_checkpoint(real, seed))
+            return Evidence(checkpoint=await self.newest_checkpoint(real, seed, since))
         # A platform may start a gang again that has just finished: a life that succeeded counts, not the newest.
         for life in mine[:-1]:
             # Records may lag, so the last one before the newest is read again until it is whole.
@@ -146,7 +153,7 @@ class Channel:
         ):
             checkpoint = known.checkpoint  # nothing has ended: it matters at the end only
         else:
-            checkpoint = await self.newest_checkpoint(real, seed)
+            checkpoint = await self.newest_checkpoint(real, seed, since)
         ranks = _ranks(records)
         return Evidence(
             life=life,
@@ -171,7 +178,7 @@ class Channel:
             record = (
                 await self._read(f"lives/{life.number:04d}/nodes/{name}") if name.endswith(".json") else None
             )
-            if record is not None:
+            if record is not None and _is_record(record):
                 found.append(record)
         return found
 
@@ -204,38 +211,37 @@ class Channel:
     # -- checkpoints -----------------------------------------------------------------------------
 
     async def newest_checkpoint(
-        self, lives: Sequence[Life], seed: Seed | None = None
+        self, lives: Sequence[Life], seed: Seed | None = None, since: int = 0
     ) -> CheckpointRef | None:
         """The checkpoint from which a next life would start: furthest complete one on the chain of ancestors.
 
         Files are not hashed here; the runtime does that before it restores.
         """
+        found, _ = await self._newest(lives, seed, since)
+        return found
+
+    async def _newest(
+        self, lives: Sequence[Life], seed: Seed | None, since: int
+    ) -> tuple[CheckpointRef | None, bool]:
+        """The same, and whether it lies on this channel (else it is the seed)."""
         # Lives here from before the run went elsewhere are behind what it brings back from there.
-        if seed is not None and not seed.run:
-            lives = [life for life in lives if life.number > seed.life]
-        if not lives:
-            return None if seed is None else seed.checkpoint
-        newest = await self.checkpoints(lives[-1].number)
-        if newest:
-            return newest[-1]
-        return lives[-1].start or (None if seed is None else seed.checkpoint)
+        behind = max(seed.life if seed is not None and not seed.run else 0, since - 1)
+        lives = [life for life in lives if life.number > behind]
+        if lives:
+            newest = await self.checkpoints(lives[-1].number)
+            if newest:
+                return newest[-1], True
+            if lives[-1].start is not None and not lives[-1].seeded:
+                return lives[-1].start, True
+        return (None, True) if seed is None else (seed.checkpoint, False)
 
     async def locate(self, attempt: Attempt) -> Seed | None:
         """Where the newest checkpoint is that a next attempt after this one would start from: here, or where it came from."""
         lives = [life for life in await self.lives() if not life.fence and life.attempt <= attempt.number]
-        if not attempt.resume:
-            lives = [life for life in lives if life.attempt == attempt.number]
-        found = await self.newest_checkpoint(lives, attempt.seed)
+        found, here = await self._newest(lives, attempt.seed, attempt.since)
         if found is None:
             return None
-        seed = attempt.seed
-        if (
-            seed is not None
-            and found == seed.checkpoint
-            and (seed.run or found.life not in {li.number for li in lives})
-        ):
-            return seed
-        return Seed(self.uri, found.life, found.step)
+        return Seed(self.uri, found.life, found.step) if here else attempt.seed
 
     async def checkpoints(self, life: int) -> list[CheckpointRef]:
         """Complete checkpoints that this life wrote."""
@@ -278,6 +284,17 @@ def _understood(number: int, body: Mapping[str, Any]) -> Life:
         world_size=int(body.get("processes", body.get("world_size", 0))),
         start=CheckpointRef(int(start["life"]), int(start["step"])) if start else None,
         at=seconds(body["at"]) if body.get("at") else 0.0,
+        seeded=bool(start and start.get("seed")),
+    )
+
+
+def _is_record(record: Mapping[str, Any]) -> bool:
+    """It has the shape of a node's record; anything else is treated as not there."""
+    ranks = record.get("ranks")
+    return (
+        isinstance(record.get("node"), int)
+        and isinstance(ranks, list)
+        and all(isinstance(rank, dict) and isinstance(rank.get("rank"), int) for rank in ranks)
     )
 
 

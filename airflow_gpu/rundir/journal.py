@@ -111,7 +111,9 @@ class Journal:
 
 
 def _dump(entry: Entry) -> bytes:
-    return json.dumps(entry, ensure_ascii=False, indent=1).encode()
+    return json.dumps(
+        entry, indent=1
+    ).encode()  # ASCII: no text whatever can keep a decision from being written
 
 
 def _parse(data: bytes, where: str) -> Entry:

@@ -116,8 +116,11 @@ async def take(
             await _begin(store, key, number + 1, now)
             continue
         resume, note = _resumes(journal, run, gang, decided)
-        start, told = run.owners[0].seed if run.owners else None, ""
-        if seed is not None and start is None and not any(attempt.over for attempt in run.attempts):
+        # What an owner begins from when it begins from nothing: as the one before, unless it begins again.
+        start, told = run.owners[-1].seed if run.owners else None, ""
+        if seed is None:
+            start = None
+        elif start is None or not resume or not _saved(run, start):
             start, told = await seed()
         note = " ".join(filter(None, (note, told)))
         try:
@@ -141,6 +144,12 @@ async def take(
         except LostRace:
             continue
         return Held(journal, key, incarnation, journal.run.epoch, decided, note)
+
+
+def _saved(run: Run, seed: Seed) -> bool:
+    """The run has a checkpoint of its own, beyond the one that it began from."""
+    found = [a.outcome.checkpoint for a in run.attempts if a.outcome is not None]
+    return any(one is not None and one != seed.checkpoint for one in found)
 
 
 def _resumes(journal: Journal, run: Run, gang: Mapping[str, Any], decided: Claim) -> tuple[bool, str]:

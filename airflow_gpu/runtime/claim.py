@@ -177,7 +177,7 @@ def ancestors_of(found: List[Entry], job: Job) -> List[Ancestor]:
     this same attempt by its platform still goes on from the attempt's own lives.
     Lives from before the run went elsewhere are behind the seed that it brings back.
     """
-    behind = job.seed.life if job.seed is not None and not job.seed.run else 0
+    behind = max(job.seed.life if job.seed is not None and not job.seed.run else 0, job.since - 1)
     lives = [
         e
         for e in found
@@ -251,7 +251,9 @@ def planted(seed: Seed, report: Callable[[str], None], seconds: float) -> Start:
     there = Folder(seed.channel)
     lives = [e for e in entries(there) if e.kind == "life" and e.number <= seed.life]
     chain = [Ancestor(e.number, *(e.start or (None, None))) for e in lives]
-    start = choose(there, chain, report, seconds, seed.step) if chain else None
+    # Of another run the newest of that life will do: the step that Airflow's side saw may be pruned by now.
+    limit = None if seed.run else seed.step
+    start = choose(there, chain, report, seconds, limit) if chain else None
     if start is None:
         raise NotClaimed(
             f"the checkpoint to go on from (step {seed.step}, {seed.channel}) cannot be read on this node"

@@ -76,6 +76,7 @@ class Job:
     interval: Optional[float]
     keep: int
     payload: str
+    since: int = 0  # lives with a lower number are no ancestors
     seed: Optional[Seed] = None  # where to begin while this channel has no checkpoint for it
 
     @property
@@ -133,6 +134,7 @@ class Job:
                 interval=None if interval is None else float(interval),
                 keep=max(1, int(checkpoint.get("keep", 3))),
                 payload=payload,
+                since=int(body.get("since") or 0),
                 seed=seed
                 and Seed(
                     str(seed["channel"]), int(seed["life"]), int(seed["step"]), str(seed.get("run", ""))

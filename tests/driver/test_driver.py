@@ -140,6 +140,7 @@ async def test_the_channel_is_where_it_was_journalled(bench: Bench, tmp_path: Pa
     driver = await bench.driver(gang)
     await driver.run(until_submitted=True)
     bench.life(driver, 1, 1)
+    bench.ends(driver, 1, 75)
     before = bench.folder(driver)
     bench.target.root = tmp_path / "moved"
     bench.target.jobs.clear()

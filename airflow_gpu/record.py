@@ -186,10 +186,16 @@ def explain_failure(failure: Failure) -> str:
 
 
 def event_of(verdict: Verdict) -> dict[str, Any]:
-    """A verdict as it travels from the trigger to the worker."""
-    return {
-        "outcome": verdict.outcome,
-        "cause": verdict.cause.value,
-        "message": verdict.message,
-        "record": verdict.record,
-    }
+    """A verdict as it travels from the trigger to the worker.
+
+    Through Airflow's database: a NUL in it, which PostgreSQL's JSON does not take, would end the whole triggerer.
+    """
+    event: dict[str, Any] = clean(
+        {
+            "outcome": verdict.outcome,
+            "cause": verdict.cause.value,
+            "message": verdict.message,
+            "record": verdict.record,
+        }
+    )
+    return event

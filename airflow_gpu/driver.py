@@ -209,7 +209,10 @@ class Driver(Stopping):
         )
         self._observer.forget()
         attempt = self.journal.run.attempts[-1]
-        self._tell(f"attempt {number} on {attempt.target}: {self.gang.nodes} nodes x {self.gang.ranks} ranks")
+        why = f" (not {decision.explain()})" if decision.others else ""
+        self._tell(
+            f"attempt {number} on {attempt.target}: {self.gang.nodes} nodes x {self.gang.ranks} ranks{why}"
+        )
         await self._submit(attempt)
 
     def _seed(self, where: Seed | None, channel: Channel) -> Seed | None:

@@ -60,6 +60,11 @@ async def list_gangs(place: Place, asks: Any, *, every: bool, days: float, as_js
         )
     else:
         _show(rows, away, len(seen.over), every)
+        if not seen.listed:
+            where = (
+                f"there is no run directory of {place.installation!r} in {store.uri}; is that where they are?"
+            )
+            out().print(f"[red]![/] {cell(where)}", soft_wrap=True)
     return 3 if away else 0
 
 

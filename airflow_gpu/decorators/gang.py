@@ -32,6 +32,7 @@ from airflow.sdk.bases.decorator import DecoratedOperator, task_decorator_factor
 from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS
 
 from airflow_gpu.compat import AirflowFailException, BaseOperator
+from airflow_gpu.gang._explain import ALSO_CALLED
 from airflow_gpu.gang.function import HANDLE, FunctionSource
 from airflow_gpu.gang.spec import Gang, GangError
 from airflow_gpu.operators.gang import GangOperator, _merge
@@ -122,7 +123,8 @@ def _no_typos(kwargs: Mapping[str, Any]) -> None:
     for name in kwargs:
         if name in Gang.model_fields or name in of_tasks or name.startswith("_"):
             continue
-        for near in difflib.get_close_matches(name, Gang.model_fields, n=1, cutoff=0.75):
+        also = [ALSO_CALLED[name]] if name in ALSO_CALLED else []
+        for near in also or difflib.get_close_matches(name, Gang.model_fields, n=1, cutoff=0.75):
             problems.append(f"unknown argument {name!r}; did you mean {near!r}?")
     if problems:
         raise GangError("@task.gang", problems)

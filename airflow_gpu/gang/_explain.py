@@ -43,7 +43,7 @@ _SENTENCES: Final[dict[str, str]] = {
     "dict_type": "must be a dict",
 }
 
-_ALSO_CALLED: Final = {
+ALSO_CALLED: Final = {
     "num_nodes": "nodes",
     "gpus": "gpus_per_node",
     "gpu": "gpus_per_node",
@@ -156,9 +156,7 @@ def _unknown(cls: type[BaseModel], loc: Loc) -> str:
         if part is not None and name in part.model_fields:
             return f"{text}; it belongs in {field}={part.__name__}({name}=...)"
     close = (
-        [_ALSO_CALLED[name]]
-        if _ALSO_CALLED.get(name) in names
-        else difflib.get_close_matches(name, names, n=1)
+        [ALSO_CALLED[name]] if ALSO_CALLED.get(name) in names else difflib.get_close_matches(name, names, n=1)
     )
     if close:
         return f"{text}; did you mean {path((*above, close[0]))!r}?"

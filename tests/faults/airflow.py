@@ -137,6 +137,7 @@ class Airflow:
         self.told: list[Told] = []
         self.stopped_at: float | None = None  # when a person last wanted an end, and nothing since has begun
         self.cleared: list[float] = []
+        self.begun_anew: list[float] = []  # moments from which earlier successes do not count
         self.wished: list[float] = []  # moments at which a person ended what there was
         self.swept = 0
         self.settled = asyncio.Event()
@@ -386,6 +387,8 @@ class Airflow:
         self.stopped_at = None
         self.settled.clear()
         before = ti.state
+        if before == "success":
+            self.begun_anew.append(self.loop.now)
         if before in FINAL:
             self.dag_run.clear_number += 1  # of a DAG run that was over
         if before in ("running", "resuming", "restarting"):
@@ -406,6 +409,7 @@ class Airflow:
         self.wished.append(self.loop.now)
         self.stopped_at = None
         self.settled.clear()
+        self.begun_anew.append(self.loop.now)
         before, ti.state, self.row = ti.state, "deleted", None
         self.dag_run = namespace(
             start_date=datetime.fromtimestamp(self.loop.clock(), UTC), clear_number=0, run_type="manual"

@@ -64,7 +64,7 @@ def check(result: Result) -> list[str]:
         broken += part(result)
     for name, run in folded.items():
         broken += _run(result, name, run)
-    broken += _told(result, folded)
+    broken += _told(result)
     return broken
 
 
@@ -92,16 +92,12 @@ def _runs(result: Result) -> Iterator[tuple[str, Run | str]]:
 def _lives(result: Result) -> list[str]:
     broken = []
     lives = sorted(result.truth.lives, key=lambda life: life.begin)
-    for before, life in zip(lives, lives[1:], strict=False):
-        still = [
-            one for one in lives if one.begin <= life.begin and one is not life and _end(one) > life.begin
-        ]
-        if still:
-            broken.append(f"twice: life {life.number} began while life {still[0].number} computed")
-        same = [one for one in lives if one.incarnation == life.incarnation and one.begin < life.begin]
-        if any(one.ok for one in same):
-            broken.append(f"again: life {life.number} began after every rank had succeeded")
-        del before
+    for i, life in enumerate(lives):
+        for before in lives[:i]:
+            if _end(before) > life.begin:
+                broken.append(f"twice: life {life.number} began while life {before.number} computed")
+            if before.ok and before.incarnation == life.incarnation:
+                broken.append(f"again: life {life.number} began after every rank had succeeded")
     return broken
 
 
@@ -201,24 +197,18 @@ def _resumed(lives: list[LifeTruth], run: Run) -> list[str]:
     return broken
 
 
-def _told(result: Result, runs: dict[str, Run]) -> list[str]:
+def _told(result: Result) -> list[str]:
     airflow, scenario = result.airflow, result.scenario
     broken = []
     final = airflow.told[-1]
-    people = {f.kind for f in result.faults} & {"cleared", "marked", "deleted"}
-    if final.state not in scenario.told and not (people and "marked" in people):
+    marked = any(fault.kind == "marked" for fault in result.faults)
+    if final.state not in scenario.told and not marked:
         broken.append(f"end: told {final.state} ({final.why})")
     if final.state == "success" and final.why != "a person":
-        newest = max(
-            (life for life in result.truth.lives if life.ok), key=lambda one: one.begin, default=None
-        )
-        if newest is None:
+        # After a success that was cleared, the old one is none.
+        since = max(airflow.begun_anew, default=0.0)
+        if not any(life.ok and life.begin >= since for life in result.truth.lives):
             broken.append("success: Airflow was told of a success that was none")
-    for told in airflow.told:
-        if told.event.get("outcome") == "failed" and not any(
-            run.verdict is None or not run.verdict.success for run in runs.values()
-        ):
-            pass
     hurt = sum(fault.kind in HURTS for fault in result.faults)
     failed = [told for told in airflow.told if told.state == "failed" and told.why != "a person"]
     spent = [told for told in failed if told.event.get("outcome") not in ("failed", "cancelled")]

@@ -14,7 +14,7 @@ from tests.faults.seam import Fault
 from tests.faults.world import play
 
 ALL = os.environ.get("FAULTS") == "all"
-SHARE = 1.0 if ALL else 0.36
+SHARE = 1.0 if ALL else 0.28
 PAIRS = 200 if ALL else 60
 AT_LEAST = 10_000
 

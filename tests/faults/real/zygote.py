@@ -10,6 +10,7 @@ Limits: it must not touch a ``Store`` itself: those do not survive a fork.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import signal
@@ -44,6 +45,7 @@ def child(errand: dict[str, Any]) -> None:
 
 def serve() -> None:
     """Until standard input ends; then what still lives is killed."""
+    logging.disable(logging.CRITICAL)  # spoilt calls are what the drivers would speak of
     living: dict[int, str] = {}
     text = b""
     while True:

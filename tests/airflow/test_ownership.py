@@ -13,7 +13,7 @@ from tests.airflow.conftest import Gangs, eventually
 from tests.airflow.scenes import STEP, again, begin, causes, facts, reasons
 from tests.airflow.together import Together
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(1200)]
 together = Together()
 
 # -- retry ---------------------------------------------------------------------------------------

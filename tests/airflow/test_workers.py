@@ -12,7 +12,7 @@ from tests.airflow.conftest import Gangs
 from tests.airflow.scenes import STEP, begin, facts, reasons
 from tests.airflow.together import Together
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(1200)]
 together = Together()
 
 

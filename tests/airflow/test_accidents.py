@@ -51,7 +51,7 @@ def test_triggerer_killed(gangs: Gangs) -> None:
     assert gangs.succeed(*ended).starts == [0]
     for run in runs:
         assert reasons(gangs, *run) == ["start"]
-        assert facts(gangs, *run) == [(1, 2)]
+        assert facts(gangs, *run) == [(1, 2, 0)]
     assert causes(gangs, *preempted) == ["preempted", "succeeded"]
 
 
@@ -152,7 +152,7 @@ def test_forced_hand_over(gangs: Gangs) -> None:
         told = gangs.succeed(*run)
         assert len(told.jobs) == (1 if run == quiet else 2)
         assert reasons(gangs, *run) == ["start"]
-        assert facts(gangs, *run) == [(1, 2)]
+        assert facts(gangs, *run) == [(1, 2, 0)]
 
 
 def triggerers(gangs: Gangs) -> set[str]:

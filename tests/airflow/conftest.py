@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +22,14 @@ from airflow_gpu.rundir.store import Store
 from airflow_gpu.targets.local.admin import Admin
 from tests.airflow.evidence import History, history, ledger_name
 from tests.beds.airflow import AirflowBed
+from tests.beds.api import PATIENCE
 from tests.beds.postgres import NoPostgres, Postgres, programs
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SWEEP = "gang_sweep.py"
+"""The example that sweeps: it is on in all tests, and may end nothing that somebody wants."""
+
 MARGIN = 30
 """Steps between "stop there" and the step at which a gang is: its ranks hear of it in time."""
 
@@ -59,6 +65,9 @@ class Gangs:
         self.admin = Admin(self.cluster)
         self.ledger = home / "ledger"
         self.ledger.mkdir(parents=True)
+        dags = home / "dags"
+        shutil.copytree(HERE / "dags", dags, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "dags" / SWEEP, dags)
         connection = {
             "conn_type": "gpu_local",
             "extra": {
@@ -71,7 +80,7 @@ class Gangs:
         }
         self.airflow = AirflowBed(
             home / "airflow",
-            HERE / "dags",
+            dags,
             {
                 **QUICK,
                 "AIRFLOW__GPU__INSTALLATION": installation,
@@ -253,6 +262,7 @@ def gangs(tmp_path_factory: pytest.TempPathFactory, server: Postgres) -> Iterato
     made = Gangs(tmp_path_factory.mktemp("gangs"), server)
     try:
         with made.airflow:
+            made.airflow.wait_dag(SWEEP.removesuffix(".py"))
             yield made
     finally:
         made.stop()
@@ -260,8 +270,8 @@ def gangs(tmp_path_factory: pytest.TempPathFactory, server: Postgres) -> Iterato
 
 def eventually(done: Callable[[], Any], what: str, limit: float = 60) -> Any:
     """The first answer that is true."""
-    end = time.monotonic() + limit
+    end = time.monotonic() + PATIENCE * limit
     while not (answer := done()):
-        assert time.monotonic() < end, f"no {what} after {limit:.0f} s"
+        assert time.monotonic() < end, f"no {what} after {PATIENCE * limit:.0f} s"
         time.sleep(0.5)
     return answer

@@ -29,11 +29,17 @@ def reasons(gangs: Gangs, dag_id: str, run_id: str, map_index: int = -1) -> list
     return [owner.reason for owner in gangs.run(dag_id, run_id, map_index=map_index).owners]
 
 
-def facts(gangs: Gangs, dag_id: str, run_id: str, map_index: int = -1) -> list[tuple[int, int]]:
-    """try_number and max_tries of each owner; no two have the same task instance id."""
+def facts(gangs: Gangs, dag_id: str, run_id: str, map_index: int = -1) -> list[tuple[int, int, int]]:
+    """What Airflow showed each owner: try_number, max_tries, clear_number. No two have the same task instance id."""
     owners = gangs.run(dag_id, run_id, map_index=map_index).owners
     assert len({owner.ti_id for owner in owners}) == len(owners)
-    return [(owner.try_number, owner.max_tries) for owner in owners]
+    clears = [int(owner.dag_run.partition("/")[0]) for owner in owners]
+    return [(owner.try_number, owner.max_tries, clear) for owner, clear in zip(owners, clears)]
+
+
+def run_starts(gangs: Gangs, dag_id: str, run_id: str) -> list[str]:
+    """The start_date of the DAG run that Airflow showed each owner."""
+    return [owner.dag_run.partition("/")[2] for owner in gangs.run(dag_id, run_id).owners]
 
 
 def causes(gangs: Gangs, dag_id: str, run_id: str) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 from tests.airflow.conftest import Gangs, eventually
 from tests.airflow.scenes import STEP
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(1200)]
 DAG = "steady_daily"
 
 

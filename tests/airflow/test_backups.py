@@ -7,7 +7,7 @@ import pytest
 from tests.airflow.conftest import Gangs, eventually
 from tests.airflow.scenes import STEP, begin, reasons
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(1200)]
 
 DONE = ("steady", "backup-done")  # has succeeded since
 DONE_IN_WORKER = ("steady_in_worker", "backup-done")

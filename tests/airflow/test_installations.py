@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.airflow.conftest import Gangs
+from tests.airflow.conftest import SWEEP, Gangs
 from tests.airflow.scenes import STEP, again, begin, reasons
 from tests.beds.postgres import Postgres
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -19,6 +19,7 @@ def other(gangs: Gangs, server: Postgres, tmp_path_factory: pytest.TempPathFacto
     home = tmp_path_factory.mktemp("other")
     made = Gangs(home, server, "other", cluster=gangs.cluster, state=gangs.home / "state")
     with made.airflow:
+        made.airflow.wait_dag(SWEEP.removesuffix(".py"))
         yield made
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import pytest
 
 from tests.airflow.conftest import Gangs, eventually
-from tests.airflow.scenes import STEP, again, begin, causes, facts, reasons
+from tests.airflow.scenes import STEP, again, begin, causes, facts, reasons, run_starts
 from tests.airflow.together import Together
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(1200)]
 together = Together()
 
 # -- retry ---------------------------------------------------------------------------------------
@@ -27,7 +27,7 @@ def retry(gangs: Gangs, dag_id: str) -> None:
     assert len(told.told("crash", rank=1)) == 1
     assert reasons(gangs, dag_id, "retry") == ["start", "retry"]
     assert causes(gangs, dag_id, "retry") == ["application", "succeeded"]
-    assert facts(gangs, dag_id, "retry") == [(1, 2), (2, 2)]
+    assert facts(gangs, dag_id, "retry") == [(1, 2, 0), (2, 2, 0)]
 
 
 @together
@@ -56,7 +56,8 @@ def clear_live(gangs: Gangs, dag_id: str, fresh: bool) -> None:
         assert told.starts[1] >= STEP, "it was given notice and has saved"
     assert reasons(gangs, dag_id, "clear") == ["start", "clear"]
     if "in_worker" not in dag_id:  # there Airflow changes max_tries when it has seen the worker end, mostly
-        assert facts(gangs, dag_id, "clear") == [(1, 2), (2, 3)]
+        assert facts(gangs, dag_id, "clear") == [(1, 2, 0), (2, 3, 1)]
+    assert len(set(run_starts(gangs, dag_id, "clear"))) == 1
     assert causes(gangs, dag_id, "clear") == ["stopped", "succeeded"]
 
 
@@ -89,6 +90,7 @@ def test_clear_without_a_new_start_of_the_run(gangs: Gangs) -> None:
     told = again(gangs, "steady_fresh", "no-reset")
     assert told.starts == [0, 0]
     assert reasons(gangs, "steady_fresh", "no-reset") == ["start", "clear"]
+    assert facts(gangs, "steady_fresh", "no-reset") == [(1, 2, 0), (2, 3, 0)]
 
 
 def clear_failed(gangs: Gangs, dag_id: str, fresh: bool) -> None:
@@ -101,7 +103,9 @@ def clear_failed(gangs: Gangs, dag_id: str, fresh: bool) -> None:
     assert (told.starts[1] == 0) is fresh
     assert len(told.lives) == 2
     assert reasons(gangs, dag_id, "clear-failed") == ["start", "clear"]
-    assert facts(gangs, dag_id, "clear-failed") == [(1, 0), (2, 1)]
+    assert facts(gangs, dag_id, "clear-failed") == [(1, 0, 0), (2, 1, 1)]
+    before, after = run_starts(gangs, dag_id, "clear-failed")
+    assert before < after, "Clear of a run that has ended starts it anew"
 
 
 @together
@@ -126,7 +130,7 @@ def test_clear_succeeded(gangs: Gangs) -> None:
     assert told.starts == [*first.starts, 0]
     assert len(told.incarnations) == 2
     assert len(told.told("done")) == 2
-    assert facts(gangs, "steady", "clear-success") == [(2, 3)]
+    assert facts(gangs, "steady", "clear-success") == [(2, 3, 1)]
 
 
 @together
@@ -148,8 +152,8 @@ def test_clear_of_one_mapped_index(gangs: Gangs) -> None:
     assert reasons(gangs, dag_id, run_id, 0) == ["start"]
     assert reasons(gangs, dag_id, run_id, 1) == ["start", "clear"]
     assert reasons(gangs, dag_id, run_id, 2) == ["start", "retry"]
-    assert facts(gangs, dag_id, run_id, 1) == [(1, 2), (2, 3)]
-    assert facts(gangs, dag_id, run_id, 2) == [(1, 2), (2, 2)]
+    assert facts(gangs, dag_id, run_id, 1) == [(1, 2, 0), (2, 3, 1)]
+    assert facts(gangs, dag_id, run_id, 2) == [(1, 2, 0), (2, 2, 1)]
 
 
 # -- mark failed, mark success, run set to failed ------------------------------------------------
@@ -230,7 +234,7 @@ def made_again(gangs: Gangs, dag_id: str, run_id: str) -> None:
     assert told.starts[:2] == [0, 0], "a new DAG run inherits nothing"
     assert len(told.incarnations) == 2
     # In a worker, Airflow may take the end of the old try 1 for the end of the new try 1, and try again.
-    assert facts(gangs, dag_id, run_id)[0] == (1, 2)
+    assert facts(gangs, dag_id, run_id)[0] == (1, 2, 0)
 
 
 def delete_run(gangs: Gangs, dag_id: str) -> None:
@@ -290,7 +294,7 @@ def test_trigger_time_out(gangs: Gangs) -> None:
     told = again(gangs, "steady", "time-out")
     assert len(told.lives) == 2
     assert told.starts[1] >= STEP
-    assert facts(gangs, "steady", "time-out") == [(1, 2), (2, 2)]
+    assert facts(gangs, "steady", "time-out") == [(1, 2, 0), (2, 2, 0)]
 
 
 @together

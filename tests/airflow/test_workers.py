@@ -12,7 +12,7 @@ from tests.airflow.conftest import Gangs
 from tests.airflow.scenes import STEP, begin, facts, reasons
 from tests.airflow.together import Together
 
-pytestmark = [pytest.mark.airflow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.airflow, pytest.mark.timeout(1200)]
 together = Together()
 
 
@@ -28,7 +28,7 @@ def adopted(gangs: Gangs, run_id: str) -> None:
     told = gangs.succeed("steady_in_worker", run_id)
     assert told.starts == [0]
     assert reasons(gangs, "steady_in_worker", run_id) == ["start", "adopt"]
-    assert facts(gangs, "steady_in_worker", run_id) == [(1, 2), (2, 2)]
+    assert facts(gangs, "steady_in_worker", run_id) == [(1, 2, 0), (2, 2, 0)]
 
 
 @together

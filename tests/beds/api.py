@@ -13,6 +13,9 @@ from typing import Any
 
 import httpx
 
+PATIENCE = 3
+"""Times the limits on waiting, which are those of a quiet machine."""
+
 TaskId = str | tuple[str, int]
 """A task, or one mapped index of it."""
 
@@ -30,15 +33,18 @@ class AirflowApi:
         """Raise if waiting makes no sense any more."""
 
     def until(self, done: Callable[[], Any], what: str, limit: float = 90.0, pause: float = 1.0) -> Any:
-        """The first answer of ``done`` that is true."""
-        end = time.monotonic() + limit
+        """The first answer of ``done`` that is true. An API that does not answer is asked again."""
+        end = time.monotonic() + PATIENCE * limit
         while True:
-            answer = done()
+            try:
+                answer = done()
+            except httpx.TransportError:
+                answer = None
             if answer:
                 return answer
             self.check()
             if time.monotonic() > end:
-                raise TimeoutError(f"no {what} after {limit:.0f} s")
+                raise TimeoutError(f"no {what} after {PATIENCE * limit:.0f} s")
             time.sleep(pause)
 
     def close(self) -> None:
@@ -58,7 +64,7 @@ class AirflowApi:
             answer.raise_for_status()
             token = answer.json()["access_token"]
             self._client = httpx.Client(
-                base_url=self.url, headers={"Authorization": f"Bearer {token}"}, trust_env=False, timeout=30
+                base_url=self.url, headers={"Authorization": f"Bearer {token}"}, trust_env=False, timeout=120
             )
         return self._client
 

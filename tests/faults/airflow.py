@@ -387,7 +387,7 @@ class Airflow:
         self.stopped_at = None
         self.settled.clear()
         before = ti.state
-        if before == "success":
+        if before == "success" or self.operator().request().recovery.on_clear == "fresh":
             self.begun_anew.append(self.loop.now)
         if before in FINAL:
             self.dag_run.clear_number += 1  # of a DAG run that was over

@@ -34,7 +34,12 @@ Planted bugs (``bugs.py``, ``test_bugs.py``)
 On the real local target (``real/``)
     Drivers as processes, killed by SIGKILL or spoilt at a call, on a real
     cluster folder with real gangs; judged by the target's own records and the
-    lives. ``FAULT_RUNS`` says how many.
+    lives. ``FAULT_RUNS`` says how many (60; 500 with ``FAULTS=all``), ``FAULT_SEED``
+    which.
+
+Two at once (``together.py``, ``test_together.py``)
+    Two processes that start to drive the same run at the same moment, on a real
+    store, with a platform that refuses no name: 200 times, 1,000 with ``FAULTS=all``.
 
 To look into one: ``python -m tests.faults.matrix "mark failed" --show 20`` and
 ``python -m tests.faults.show "mark failed" 57:kill-before``.

@@ -387,14 +387,14 @@ class Airflow:
         self.stopped_at = None
         self.settled.clear()
         before = ti.state
-        if before == "success":
-            self.begun_anew.append(self.loop.now)
         if before in FINAL:
             self.dag_run.clear_number += 1  # of a DAG run that was over
         if before in ("running", "resuming", "restarting"):
             ti.state = "restarting"
             self._tell_processes(before, row)
             return
+        if before == "success" or self.operator().request().recovery.on_clear == "fresh":
+            self.begun_anew.append(self.loop.now)
         self.row = None
         ti.state = "cleared"
         self._later(0.5, self._begin, ti.try_number + 1, ti.try_number + self.retries)

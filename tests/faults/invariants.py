@@ -2,7 +2,8 @@
 
 ============  =====================================================================
 ``twice``     two lives of one task instance never compute at the same moment
-``again``     nothing computes after every rank of the same run has succeeded
+``again``     nothing computes after every rank of the same run has succeeded, unless
+              a person asked for a start from nothing since
 ``orphan``    when the world is quiet, no job is alive and none is queued
 ``success``   success is told only when every rank of a life has ended well, and
               it is told when that was so and nobody had asked for an end
@@ -96,7 +97,8 @@ def _lives(result: Result) -> list[str]:
         for before in lives[:i]:
             if _end(before) > life.begin:
                 broken.append(f"twice: life {life.number} began while life {before.number} computed")
-            if before.ok and before.incarnation == life.incarnation:
+            anew = any(before.begin < at <= life.begin for at in result.airflow.begun_anew)
+            if before.ok and before.incarnation == life.incarnation and not anew:
                 broken.append(f"again: life {life.number} began after every rank had succeeded")
     return broken
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.real.sample import sample
 
-RUNS = int(os.environ.get("FAULT_RUNS", "60"))
+RUNS = int(os.environ.get("FAULT_RUNS") or ("500" if os.environ.get("FAULTS") == "all" else "60"))
 SEED = int(os.environ.get("FAULT_SEED", "1"))
 
 

@@ -163,9 +163,24 @@ class GangOperator(BaseOperator):
             verdict = await driver.run(until_submitted=self.deferrable)
         except SupersededError as error:
             return {"outcome": "superseded", "message": str(error)}
+            if verdict is None and (state := await self._ended_by_a_person(context)):
+                # There is no trigger yet that would hear of it, and this process is about to be ended.
+                await driver.stop("user", f"the task was ended by a user's action (it is {state} now)")
+                return {"outcome": "cancelled", "cause": "stopped", "message": f"the task is {state}"}
         finally:
             watch.cancel()
         return held if verdict is None else event_of(verdict)
+
+    async def _ended_by_a_person(self, context: Context) -> str:
+        """The state into which somebody has put the task while it started; empty while it is ours, or that is not known."""
+        ti = context["ti"]
+        map_index = -1 if ti.map_index is None else ti.map_index
+        try:
+            state = await asyncio.to_thread(task_state, ti.dag_id, ti.run_id, ti.task_id, map_index)
+        except Exception as error:
+            self.log.info("Airflow does not say whether the task is still wanted: %r", error)
+            return ""
+        return state if state is not None and state not in NEXT_TRY else ""
 
     async def _take(self, context: Context, given: Settings, gang: Gang) -> Held:
         from airflow_gpu.gang.identity import RunKey
@@ -187,6 +202,9 @@ class GangOperator(BaseOperator):
             started = ti.start_date.timestamp() if ti.start_date else time.time()
             deadline = started + self.execution_timeout.total_seconds()
         store = await patiently(lambda: state_store(given), sleep=asyncio.sleep, say=self.log.warning)
+
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + gang.recovery.unknown_limit
 
         async def doubt() -> None:
             self.log.warning(
@@ -235,7 +253,10 @@ class GangOperator(BaseOperator):
             ended = await end_run(
                 held.journal, held.key, held.incarnation, world, why, limit=gang.recovery.unknown_limit
             )
-            if not ended.ok:
+            if not ended.ok and loop.time() < give_up:
+                self.log.warning("an earlier gang of this name could not be ended yet: %s", ended.words)
+                await asyncio.sleep(given.poll)
+            elif not ended.ok:
                 raise GangFailed(
                     f"the gang of an earlier DAG run of this name is not known to be over: {ended.words}"
                 )

@@ -161,12 +161,12 @@ class GangOperator(BaseOperator):
         watch = asyncio.create_task(self._watch_kill(context, driver))
         try:
             verdict = await driver.run(until_submitted=self.deferrable)
-        except SupersededError as error:
-            return {"outcome": "superseded", "message": str(error)}
             if verdict is None and (state := await self._ended_by_a_person(context)):
                 # There is no trigger yet that would hear of it, and this process is about to be ended.
                 await driver.stop("user", f"the task was ended by a user's action (it is {state} now)")
                 return {"outcome": "cancelled", "cause": "stopped", "message": f"the task is {state}"}
+        except SupersededError as error:
+            return {"outcome": "superseded", "message": str(error)}
         finally:
             watch.cancel()
         return held if verdict is None else event_of(verdict)

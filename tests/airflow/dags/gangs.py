@@ -86,7 +86,7 @@ def too_slow():
     GangOperator(task_id="execution_timeout", gang=sleep, execution_timeout=timedelta(seconds=6))
 
 
-@dag(schedule=None)
+@dag(schedule=None, default_args={"retries": 2, "retry_delay": timedelta(seconds=1)})
 def functions():
     """Arguments in, results out, mapped and not."""
 

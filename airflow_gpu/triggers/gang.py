@@ -34,6 +34,13 @@ A triggerer builds its answering service at the first question, and answers one
 at a time: on a busy machine the first answer took more than ten seconds.
 """
 
+SETTLE = 5.0
+"""Seconds from its start before which a trigger tells no end.
+
+A resume that is queued before the scheduler has heard of the end of the process
+that deferred is taken for a failure of it ("state mismatch"), and a try is lost.
+"""
+
 KILL_ASK_AGAIN = 5.0
 """Seconds between two such questions, when the answer is an error."""
 
@@ -129,6 +136,8 @@ class GangTrigger(BaseTrigger):
         from airflow_gpu.driver import SupersededError
         from airflow_gpu.record import event_of
 
+        loop = asyncio.get_running_loop()
+        settled = loop.time() + SETTLE
         driver = await self._driver()
         try:
             verdict = await driver.run()
@@ -136,6 +145,7 @@ class GangTrigger(BaseTrigger):
             yield TriggerEvent({"outcome": "superseded", "message": str(error)})
             return
         assert verdict is not None
+        await asyncio.sleep(max(0.0, settled - loop.time()))
         yield TriggerEvent(event_of(verdict))
 
     async def on_kill(self) -> None:

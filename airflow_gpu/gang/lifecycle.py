@@ -201,7 +201,8 @@ def _judge(run: Run, gang: Gang, attempt: Attempt, seen: Observation, now: float
     if end is not None and now >= end:
         return RequestStop(attempt, "deadline", f"the deadline passed while the gang was {seen.state.value}")
     if seen.state is State.UNKNOWN:
-        limit = seen.since + gang.recovery.unknown_limit
+        # A retry or a Clear has the whole time anew, however long it was out of sight before.
+        limit = max(seen.since, run.owners[-1].at) + gang.recovery.unknown_limit
         if now >= limit:
             lost = (
                 f"{attempt.target} shows attempt {attempt.number} as {seen.native or 'nothing'!r} since "
@@ -363,7 +364,7 @@ def _limits(
     if seen.fruitless >= recovery.fruitless:
         return RequestStop(attempt, "fruitless", fruitless(seen.fruitless, recovery))
     move_at = None
-    if seen.state is State.QUEUED:
+    if seen.state is State.QUEUED and not seen.begun:
         limit = _waiting_since(run, attempt, seen) + gang.placement.max_wait
         move_at = _move_at(run, gang, attempt, seen)
         if move_at is not None and now >= move_at:
@@ -373,7 +374,11 @@ def _limits(
             "queued_too_long",
             f"waited longer than placement.max_wait ({_span(gang.placement.max_wait)})",
         )
-    elif seen.state is State.STARTING or seen.life is None or seen.life.restart < seen.restart:
+    elif (
+        seen.life is None
+        or seen.life.restart < seen.restart
+        or (seen.state is State.STARTING and not seen.begun)
+    ):
         limit = seen.seen_since + gang.placement.start_timeout
         reason = "not_started"
         detail = f"did not start within placement.start_timeout ({_span(gang.placement.start_timeout)})"

@@ -329,6 +329,11 @@ class Observation:
         )
 
     @property
+    def begun(self) -> bool:
+        """Its life began after the platform's word, which came late: no limit on beginning is held against it."""
+        return self.life is not None and self.life.restart >= self.restart and self.life.at >= self.since
+
+    @property
     def seen_since(self) -> float:
         """Since when this observer sees the state. The platform's ``since`` is by another clock, which may be hours off."""
         return self.since if self.first_at is None else self.first_at

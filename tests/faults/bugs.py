@@ -21,6 +21,7 @@ from airflow_gpu.driver import Driver
 from airflow_gpu.gang import lifecycle
 from airflow_gpu.gang.entries import fold, iso, over_entry
 from airflow_gpu.gang.run import Attempt, Cause, Observation, Outcome, State, Verdict
+from airflow_gpu.gang.spec import Gang
 from airflow_gpu.observing import Observer
 from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.runtime import claim as rules
@@ -115,10 +116,10 @@ def _twins() -> list[Any]:
 def _gone_is_over() -> list[Any]:
     real = lifecycle._ended
 
-    def ended(attempt: Attempt, seen: Observation, now: float) -> Any:
+    def ended(gang: Gang, attempt: Attempt, seen: Observation, now: float) -> Any:
         if seen.state is State.GONE and attempt.submitted_at is None and attempt.stop is None:
             return lifecycle.Close(attempt, lifecycle._outcome(Cause.GONE, seen, now, "not there"))
-        return real(attempt, seen, now)
+        return real(gang, attempt, seen, now)
 
     return [mock.patch.object(lifecycle, "_ended", ended)]
 
@@ -173,7 +174,7 @@ def _not_absorbing() -> list[Any]:
 
     def judge(run: Any, gang: Any, attempt: Attempt, seen: Observation, now: float) -> Any:
         if seen.state.ended and seen.state is not State.SUCCEEDED:
-            return lifecycle._ended(attempt, seen, now)
+            return lifecycle._ended(gang, attempt, seen, now)
         return real(run, gang, attempt, seen, now)
 
     return [mock.patch.object(lifecycle, "_judge", judge)]

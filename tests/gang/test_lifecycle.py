@@ -188,6 +188,25 @@ def test_an_unknown_state_is_kept_and_then_shown() -> None:
     assert "WIBBLE" in action.message
 
 
+def test_a_retry_looks_for_as_long_again_at_what_is_out_of_sight() -> None:
+    run, unknown = _run(), _seen(State.UNKNOWN, life=LIFE)
+    again = replace(
+        run, owners=(*run.owners, Owner(epoch=2, ti_id="a", try_number=2, at=5000.0, reason="retry"))
+    )
+    assert isinstance(step(again, GANG, unknown, 8599, 2), lifecycle.Watch)
+    assert isinstance(step(again, GANG, unknown, 8600, 2), lifecycle.Finish)
+
+
+@pytest.mark.parametrize("state", [State.QUEUED, State.STARTING])
+def test_a_life_that_began_behind_a_late_answer_is_not_ended_for_waiting(state: State) -> None:
+    late = _seen(state, life=replace(LIFE, at=700.0))
+    assert isinstance(step(_run(), GANG, late, 7200, 1), lifecycle.RequestStop), "that is its time_limit"
+    assert isinstance(step(_run(), GANG, late, 4000, 1), lifecycle.Watch)
+    again = step(_run(), GANG, replace(late, since=701.0), 7901, 1)
+    assert isinstance(again, lifecycle.RequestStop)
+    assert again.reason in ("queued_too_long", "not_started"), "it was queued again after its life"
+
+
 def test_preemption_with_progress_goes_on_at_once() -> None:
     from airflow_gpu.gang.run import CheckpointRef, Outcome
 

@@ -142,9 +142,14 @@ def _settings(place: Place) -> list[Check]:
 
 async def _state_store(place: Place) -> tuple[list[Check], bool]:
     store = place.store()
+    folder = store.folder
+    made = folder is not None and not folder.exists()
     checks, good = await _writes(
         "state store", store, "the process that runs Airflow must be able to write here"
     )
+    if good and made:
+        found = f"{folder} was not there; it is now, and it is empty"
+        checks.append(Check("state store", "folder", WARN, found, "is [gpu] state_uri spelled right?"))
     if good:
         try:
             count = len(await run_dirs(store, place.installation))

@@ -37,6 +37,9 @@ class JsonErrors(click.Group):
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except click.ClickException as error:
+            if isinstance(error, click.NoSuchOption) and error.ctx and error.ctx.command is self:
+                after = f"{error.option_name} is no option here; those of a command come after its name"
+                error = click.UsageError(f"{after}: airflow-gpu gangs {error.option_name}", error.ctx)
             arguments = kwargs.get("args") or (args[0] if args else None)
             if "--json" in (arguments if arguments is not None else _arguments()):
                 click.echo(json.dumps({"ok": False, "error": error.format_message()}))

@@ -16,6 +16,7 @@ try adopts it.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,18 @@ class GangFailed(AirflowException):
         self.record = dict(record or {})
 
 
+def _check_arguments(operator: str, gang: object, given: Mapping[str, Any]) -> None:
+    """Fields of the gang that were handed to the operator itself are named, with their place."""
+    known = set(inspect.signature(BaseOperator.__init__).parameters)
+    fields = [name for name in given if name in Gang.model_fields and (gang is None or name not in known)]
+    if gang is None or fields:
+        inner = ", ".join(
+            f"{name}=..." for name in fields or ("nodes", "gpus_per_node", "command", "targets")
+        )
+        said = f"{', '.join(fields)} belong to the gang" if fields else "gang is missing"
+        raise GangError(operator, f"{said}: {operator}(task_id=..., gang=Gang({inner}))")
+
+
 class GangOperator(BaseOperator):
     """Run a gang: N nodes x M GPUs that start together or not at all, survive preemption, and are one task.
 
@@ -95,14 +108,15 @@ class GangOperator(BaseOperator):
     def __init__(
         self,
         *,
-        gang: Gang | Mapping[str, Any],
+        gang: Gang | Mapping[str, Any] | None = None,
         overrides: Mapping[str, Any] | None = None,
         deferrable: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        _check_arguments(type(self).__name__, gang, kwargs)
         super().__init__(**kwargs)
         # Plain fields: Airflow renders nested objects by setattr, and a request is frozen.
-        made = gang if isinstance(gang, Gang) else Gang.from_fields(dict(gang), rendered=False)
+        made = gang if isinstance(gang, Gang) else Gang.from_fields(dict(gang or {}), rendered=False)
         self.gang = made.fields()
         self.overrides = overrides
         if isinstance(overrides, Mapping):

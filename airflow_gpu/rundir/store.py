@@ -137,11 +137,13 @@ class Store:
     """
 
     uri: str
+    folder: Path | None
+    """Of a store on a local file system, else None."""
 
     def __init__(self, uri: str, options: Mapping[str, Any] | None = None) -> None:
         try:
-            self.uri, self._folder = parse(uri)
-            if self._folder is None:
+            self.uri, self.folder = parse(uri)
+            if self.folder is None:
                 _check(urlsplit(self.uri).path.strip("/"), folder=True)
         except ValueError as error:
             raise StoreError(str(error)) from None
@@ -149,7 +151,7 @@ class Store:
             raise StoreError(f"{uri!r}: {error}") from None
         self._secrets = _values(options or {})
         self._cached: Any = None
-        if self._folder is None:
+        if self.folder is None:
             try:
                 self._cached = open_store(self.uri, dict(options or {}))
             except ValueError as error:
@@ -176,8 +178,8 @@ class Store:
 
         def once() -> None:
             nonlocal uncertain
-            if self._folder is not None:
-                self._create_local(self._folder / path, path, data)
+            if self.folder is not None:
+                self._create_local(self.folder / path, path, data)
                 return
             try:
                 obstore.put(self._reader(), path, data, mode="create", use_multipart=False)
@@ -208,8 +210,8 @@ class Store:
         _check(path, writing=True)
 
         def once() -> None:
-            if self._folder is not None:
-                _folder.replace(self._folder / path, data)
+            if self.folder is not None:
+                _folder.replace(self.folder / path, data)
                 return
             try:
                 obstore.put(self._reader(), path, data, use_multipart=False)
@@ -255,7 +257,7 @@ class Store:
             try:
                 found = obstore.list_with_delimiter(self._reader(), prefix or None)
             except FileNotFoundError:
-                if self._folder is None:
+                if self.folder is None:
                     raise self._no_bucket() from None
                 return []
             paths = [*found["common_prefixes"], *(m["path"] for m in found["objects"] if _shown(m["path"]))]
@@ -275,7 +277,7 @@ class Store:
             try:
                 found = obstore.list(self._reader(), prefix or None).collect()
             except FileNotFoundError:
-                if self._folder is None:
+                if self.folder is None:
                     raise self._no_bucket() from None
                 return []
             return sorted(Entry(meta["path"], meta["size"]) for meta in found if _shown(meta["path"]))
@@ -304,8 +306,8 @@ class Store:
         _check(prefix)
 
         def once() -> None:
-            if self._folder is not None:
-                _folder.remove_tree(self._folder / prefix)
+            if self.folder is not None:
+                _folder.remove_tree(self.folder / prefix)
                 return
             found = obstore.list(self._reader(), prefix).collect()
             if paths := [meta["path"] for meta in found]:
@@ -344,9 +346,9 @@ class Store:
 
         :raises FileNotFoundError: while the local folder does not exist.
         """
-        if self._cached is None and self._folder is not None:
-            os.stat(self._folder)
-            self._cached = LocalStore(prefix=self._folder)
+        if self._cached is None and self.folder is not None:
+            os.stat(self.folder)
+            self._cached = LocalStore(prefix=self.folder)
         return self._cached
 
     def _get(self, path: str, start: int, limit: int | None) -> bytes:

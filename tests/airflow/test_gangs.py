@@ -83,11 +83,12 @@ def test_bad_requests_are_import_errors(gangs: Gangs) -> None:
     bed = gangs.airflow
     bed.wait_dag("count_deferred")
     end = time.monotonic() + 60
-    while len(errors := bed.import_errors()) < 2 and time.monotonic() < end:
+    while len(errors := bed.import_errors()) < 3 and time.monotonic() < end:
         time.sleep(0.5)
     text = "\n".join(errors.values())
     assert "nodes must be at least 1, got 0" in text
     assert "did you mean 'gpus_per_node'" in text
+    assert "command belong to the gang: GangOperator(task_id=..., gang=Gang(nodes=..., command=...))" in text
     assert "RATE" in text
 
 

@@ -96,6 +96,7 @@ def _line(entry: dict[str, Any]) -> str:
     if kind == "over":
         color = {"succeeded": "green", "preempted": "yellow"}.get(entry["cause"], "red")
         kept = f"; newest checkpoint: step {entry['checkpoint']['step']}" if entry.get("checkpoint") else ""
+        kept = "" if entry["cause"] == "succeeded" else kept  # nothing goes on from there
         return f"attempt {entry['attempt']} is over: [{color}]{entry['cause']}[/]{kept}"
     if kind == "verdict":
         return f"verdict: [bold]{entry['outcome']}[/]"

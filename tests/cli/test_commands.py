@@ -231,6 +231,7 @@ async def test_what_is_missing_is_said(plant: Plant, shell: Shell) -> None:
     assert "is not JSON" in told
     assert "hunter2" not in told
     await shell("gangs", "--nonsense", code=2)
+    assert "come after its name: airflow-gpu gangs --json" in (await shell("--json", "gangs", code=2)).stdout
 
 
 async def test_a_process_without_airflow(plant: Plant, shell: Shell) -> None:

@@ -15,6 +15,7 @@ def rows(answer: Any) -> dict[tuple[str, str], dict[str, str]]:
 
 async def test_all_is_well(plant: Plant, shell: Shell) -> None:
     """From both sides: a real gang of one node writes to the channel; nothing of it is left."""
+    (plant.root / "state").mkdir()
     answer = await shell.json("doctor", "--job")
     assert answer["ok"], answer
     found = rows(answer)
@@ -31,6 +32,7 @@ async def test_all_is_well(plant: Plant, shell: Shell) -> None:
 async def test_without_a_job_nothing_is_started(plant: Plant, shell: Shell) -> None:
     answer = await shell.json("doctor", "here")
     assert rows(answer)["here", "job"]["result"] == "-"
+    assert "spelled right" in rows(answer)["state store", "folder"]["todo"], "it was made just now"
     assert plant.admin.status()["jobs"] == {}
     shown = (await shell("doctor", "here")).stdout
     assert "create-only writes" in shown

@@ -287,7 +287,9 @@ def test_a_node_tells_of_its_notice_as_soon_as_it_can(bed: Bed) -> None:
     time.sleep(0.3)
     one.signal(NOTICE)
     others = bed.start(job, nodes=[0, 2])
-    assert one.wait() + others.wait() == [75, 75, 75]
+    [second], [first, third] = one.wait(), others.wait()
+    assert (first, second) == (75, 75)
+    assert third in (75, 76), "76: it came when the life was over already"
     assert bed.read("lives/0001/notice.json")["node"] == 1
     assert not (bed.folder / "started").exists()
 

@@ -284,7 +284,10 @@ class LocalTarget:
             names = sorted({node.accelerator for node in able if node.accelerator})
             usable = [node for node in able if node.usable]
             short = impossible(usable, request) if not reason else ""
-            blocked = f"{len(usable)} of {len(able)} nodes are up: {short}" if short else ""
+            down = ", ".join(
+                f"{row['host']} is {row['state']}" for row in table["nodes"] if row["state"] != "up"
+            )
+            blocked = f"{down}: {short}" if short else ""
             declared = self.config.gpus_per_node is not None
             return Offer(
                 target=self.name,

@@ -56,7 +56,7 @@ stage "run directory and stores" "$PY" -m pytest -q tests/rundir
 stage "driver" "$PY" -m pytest -q tests/driver
 stage "local target" "$PY" -m pytest -q tests/targets
 stop_if_failed
-stage "sweep and commands" "$PY" -m pytest -q tests/sweep tests/cli
+stage "sweep and commands" "$PY" -m pytest -q tests/sweep tests/cli --ignore tests/sweep/test_airflow.py
 stop_if_failed
 if [ "$MODE" = --all ]; then export FAULTS=all FAULT_RUNS=500; fi
 stage "faults at every call" "$PY" -m pytest -q -s tests/faults
@@ -68,7 +68,7 @@ else
 fi
 stop_if_failed
 stage "pages in the UI" "$PY" -m pytest -q tests/plugin
-stage "in a real Airflow" "$PY" -m pytest -q tests/airflow
+stage "in a real Airflow" "$PY" -m pytest -q tests/airflow tests/sweep/test_airflow.py
 stage "demo" "$PY" -m tests.beds.demo --home "$LOG/demo"
 stage "documentation" "$PY" -m pytest -q tests/docs
 summary

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from airflow.sdk import BaseHook, BaseOperator, BaseOperatorLink
-from airflow.sdk.exceptions import AirflowException, AirflowFailException
+from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowTaskTimeout
 
 __all__ = [
     "NEXT_TRY",
     "AirflowException",
     "AirflowFailException",
+    "AirflowTaskTimeout",
     "BaseHook",
     "BaseOperator",
     "BaseOperatorLink",

@@ -26,6 +26,7 @@ from airflow_gpu.compat import (
     NEXT_TRY,
     AirflowException,
     AirflowFailException,
+    AirflowTaskTimeout,
     BaseOperator,
     default_deferrable,
     task_state,
@@ -145,7 +146,13 @@ class GangOperator(BaseOperator):
         gang = self.request()
         if _is_backfill(context):
             gang = gang.for_backfill()
-        held = asyncio.run(self._begin(context, given, gang))
+        try:
+            held = asyncio.run(self._begin(context, given, gang))
+        except AirflowTaskTimeout as error:
+            # Airflow's alarm came before the gang's own deadline, which is the same moment.
+            self.log.error("execution_timeout is over; ending the gang")
+            asyncio.run(self._end(context, f"execution_timeout: {error}", "deadline"))
+            raise
         if isinstance(held, dict):
             return self.execute_complete(context, held)
         from airflow_gpu.triggers.gang import GangTrigger
@@ -315,13 +322,13 @@ class GangOperator(BaseOperator):
             asyncio.run(self._end(context, f"the trigger ended without a verdict: {error}"))
             raise
 
-    async def _end(self, context: Context, why: str) -> None:
+    async def _end(self, context: Context, why: str, reason: str = "user") -> None:
         from airflow_gpu.settings import settings
 
         given = settings()
         held = await self._take(context, given, self.request())
         driver = self._driver(held, given, self.request())
-        if await driver.stop("user", why):
+        if await driver.stop(reason, why):
             limit = self.request().stop_grace + END_LIMIT
             try:
                 await asyncio.wait_for(driver.run(), limit)

@@ -123,6 +123,8 @@ def test_clear_succeeded(gangs: Gangs) -> None:
     """It runs again from the beginning: a resume would end at once with the old result."""
     begin(gangs, ("steady", "clear-success"))
     first = gangs.succeed("steady", "clear-success")
+    # A scheduler that is just marking the run successful would overwrite what a Clear makes of it.
+    assert gangs.airflow.wait("steady", "clear-success") == "success"
     gangs.untell("total", "steady", "clear-success")
     gangs.airflow.clear("steady", "clear-success", "count")
     eventually(lambda: len(gangs.history("steady", "clear-success").incarnations) == 2, "second run")
@@ -234,7 +236,7 @@ def made_again(gangs: Gangs, dag_id: str, run_id: str) -> None:
     assert told.starts[:2] == [0, 0], "a new DAG run inherits nothing"
     assert len(told.incarnations) == 2
     # In a worker, Airflow may take the end of the old try 1 for the end of the new try 1, and try again.
-    assert facts(gangs, dag_id, run_id)[0] == (1, 2, 0)
+    assert facts(gangs, dag_id, run_id)[0] in [(1, 2, 0), (2, 2, 0)][: 2 if "in_worker" in dag_id else 1]
 
 
 def delete_run(gangs: Gangs, dag_id: str) -> None:
@@ -325,3 +327,9 @@ def test_execution_timeout_deferred(gangs: Gangs) -> None:
 @together
 def test_execution_timeout_in_worker(gangs: Gangs) -> None:
     execution_timeout(gangs, "steady_in_worker_limited")
+
+
+@together
+def test_execution_timeout_is_first_airflows(gangs: Gangs) -> None:
+    """Whose alarm interrupts the operator wherever it is."""
+    execution_timeout(gangs, "steady_in_worker_alarmed")

@@ -125,6 +125,14 @@ class DyingOperator(GangOperator):
         super().defer(**kwargs)
 
 
+class AlarmedOperator(GangOperator):
+    """The gang has no deadline of its own: Airflow's alarm comes first."""
+
+    async def _take(self, *given):
+        self.execution_timeout = None
+        return await super()._take(*given)
+
+
 def build(
     name: str, operator=GangOperator, mapped: bool = False, schedule=None, dag_options=None, gang=None, **more
 ):
@@ -154,6 +162,7 @@ build("steady_deleted", **RETRIES)
 limited = {"execution_timeout": timedelta(seconds=25), "retries": 1, "retry_delay": timedelta(seconds=1)}
 build("steady_limited", **limited)
 build("steady_in_worker_limited", deferrable=False, **limited)
+build("steady_in_worker_alarmed", operator=AlarmedOperator, deferrable=False, **limited)
 build("steady_mapped", mapped=True, gang=FRESH, **RETRIES)
 build("steady_dying", operator=DyingOperator, **RETRIES)
 build("steady_dying_in_worker", operator=DyingOperator, deferrable=False, **RETRIES)

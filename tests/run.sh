@@ -17,12 +17,27 @@ stage() { # NAME COMMAND...
   local name=$1 start=$SECONDS; shift
   printf '\n=== %s\n' "$name"
   "$@" 2>&1 | tee "$LOG/out"
-  local rc=${PIPESTATUS[0]}
+  ended "$name" "${PIPESTATUS[0]}" $((SECONDS - start)) "$LOG/out"
+}
+
+ended() { # NAME RC SECONDS OUTPUT
   local said
-  said=$(grep -E '^(=+ )?.*[0-9]+ (passed|failed|skipped|error)' "$LOG/out" | tail -1 | sed -E 's/=+ ?//g; s/ in [0-9.]+s.*//')
-  grep -E '^SKIPPED' "$LOG/out" >> "$LOG/skipped"
-  SUMMARY+=("$(printf '%-28s %-8s %4d s  %s' "$name" "$([ "$rc" = 0 ] && echo ok || echo FAILED)" $((SECONDS - start)) "$said")")
-  if [ "$rc" != 0 ]; then FAILED=1; fi
+  said=$(grep -E '^(=+ )?.*[0-9]+ (passed|failed|skipped|error)' "$4" | tail -1 | sed -E 's/=+ ?//g; s/ in [0-9.]+s.*//')
+  grep -E '^SKIPPED' "$4" >> "$LOG/skipped"
+  SUMMARY+=("$(printf '%-28s %-8s %4d s  %s' "$1" "$([ "$2" = 0 ] && echo ok || echo FAILED)" "$3" "$said")")
+  if [ "$2" != 0 ]; then FAILED=1; fi
+}
+
+# Two stages that mostly wait share the time; each prints when it has ended.
+at_once() { # NAME "COMMAND" NAME "COMMAND"
+  local start=$SECONDS
+  (eval "$2" > "$LOG/first" 2>&1; echo $? > "$LOG/first.rc"; echo $((SECONDS - start)) > "$LOG/first.s") &
+  local other=$!
+  stage "$3" bash -c "$4"
+  wait $other
+  printf '\n=== %s\n' "$1"
+  cat "$LOG/first"
+  ended "$1" "$(cat "$LOG/first.rc")" "$(cat "$LOG/first.s")" "$LOG/first"
 }
 
 summary() {
@@ -68,7 +83,11 @@ else
 fi
 stop_if_failed
 stage "pages in the UI" "$PY" -m pytest -q tests/plugin
-stage "in a real Airflow" "$PY" -m pytest -q tests/airflow tests/sweep/test_airflow.py
+accidents="tests/airflow/test_accidents.py tests/airflow/test_backfill.py tests/airflow/test_backups.py"
+others=$(ls tests/airflow/test_*.py | grep -v -x -F "$(printf '%s\n' $accidents)" | tr '\n' ' ')
+at_once "accidents of a real Airflow" "$PY -m pytest -q $accidents" \
+  "in a real Airflow" "$PY -m pytest -q $others tests/sweep/test_airflow.py"
+stop_if_failed
 stage "demo" "$PY" -m tests.beds.demo --home "$LOG/demo"
 stage "documentation" "$PY" -m pytest -q tests/docs
 summary

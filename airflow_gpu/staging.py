@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from airflow_gpu.gang._fields import AUTO
 from airflow_gpu.gang.identity import RunKey, labels
 from airflow_gpu.gang.run import Attempt, Seed
 from airflow_gpu.gang.spec import Gang
 from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.store import Exists
 from airflow_gpu.runtime.bundle import build
+from airflow_gpu.runtime.interval import FIRST, expected_mtbf
 from airflow_gpu.targets.base import Job, JobRef, Rejected, Target
 
 PAYLOAD_VERSION = 1
@@ -98,7 +100,7 @@ async def stage(
         # Agents that are killed before they have ended their ranks leave no record.
         "stop_grace": min(gang.stop_grace, target.capabilities.grace or gang.stop_grace),
         "time_limit": gang.time_limit,
-        "checkpoint": {"interval": gang.checkpointing.interval, "keep": gang.checkpointing.keep},
+        "checkpoint": _checkpointing(gang, attempt),
     }
     # Last: a payload with a job.json is whole.
     files["job.json"] = json.dumps(body, indent=1).encode()
@@ -107,6 +109,16 @@ async def stage(
             await channel.store.create(f"{channel.path}/{payload_folder(attempt.number)}/{name}", data)
         except Exists:
             continue
+
+
+def _checkpointing(gang: Gang, attempt: Attempt) -> dict[str, Any]:
+    """When to save, as the ranks are told: with an ``mtbf`` the interval is only the first one."""
+    interval: Any = gang.checkpointing.interval
+    body: dict[str, Any] = {"interval": interval, "keep": gang.checkpointing.keep}
+    if interval == AUTO:
+        provisioning = str((attempt.offer.get("chosen") or {}).get("provisioning") or "")
+        body |= {"interval": FIRST, "mtbf": expected_mtbf(gang.nodes, provisioning)}
+    return body
 
 
 def job_for(

@@ -38,6 +38,9 @@ RESERVED_ENV: Final = frozenset(
 )
 """Environment names that the runtime sets on ranks, beside all that begin with ``GANG_``."""
 
+AUTO: Final = "auto"
+"""Of an interval: it follows from what is measured."""
+
 MOST_NODES: Final = 100_000
 MOST_PER_NODE: Final = 10_000
 """No machine is larger; a request that is, is a typing error."""
@@ -168,6 +171,15 @@ def _connection(value: str) -> str:
     return value
 
 
+def _interval(value: Any) -> float | str:
+    if value == AUTO:
+        return AUTO
+    found = seconds(value)
+    if found <= 0:
+        raise ValueError(f'must be greater than 0, or "{AUTO}"')
+    return found
+
+
 def work_of(value: Any) -> Any:
     """A bare number of hours as a ``Work``."""
     return {"hours": value} if isinstance(value, (int, float, str)) else value
@@ -183,6 +195,7 @@ Number: TypeAlias = Annotated[float, BeforeValidator(_no_bool), Field(gt=0)]
 Bytes: TypeAlias = Annotated[int, BeforeValidator(_memory), Field(le=2**60)]
 Seconds: TypeAlias = Annotated[float, BeforeValidator(seconds)]
 SomeSeconds: TypeAlias = Annotated[float, BeforeValidator(seconds), Field(gt=0)]
+Interval: TypeAlias = Annotated[float | str, PlainValidator(_interval)]
 Text: TypeAlias = Annotated[
     str,
     StringConstraints(strip_whitespace=True, min_length=1, max_length=1000),

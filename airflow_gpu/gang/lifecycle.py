@@ -59,6 +59,7 @@ FENCE_LIMIT = 300.0
 
 STOP_CAUSES: dict[str, Cause] = {
     "user": Cause.STOPPED,  # mark failed, mark success, Clear, run set to failed
+    "cleared": Cause.STOPPED,  # the task was cleared while its worker had it; the next try goes on
     "superseded": Cause.STOPPED,  # a newer try of the task took over and starts again
     "deadline": Cause.STOPPED,
     "time_limit": Cause.TIMED_OUT,
@@ -454,7 +455,7 @@ def _next(run: Run, gang: Gang, now: float, epoch: int) -> Action:
     if stop is not None and (stop.epoch < epoch or stop.reason == "superseded"):
         # An older owner's stop, or ours of its attempt, is a lost attempt and not a verdict.
         return Start(len(run.attempts) + 1, resume)
-    if stop is not None and stop.reason in ("user", "deadline"):
+    if stop is not None and stop.reason in ("user", "deadline", "cleared"):
         # Whatever it ended as in the meantime: it was to end.
         kind = "failed" if stop.reason == "deadline" else "cancelled"
         return Finish(kind, Cause.STOPPED, stop.detail or f"stopped: {stop.reason}")

@@ -8,8 +8,8 @@ left behind. The facts it goes by, measured on Airflow 3.3:
   (its ``try_number`` is one higher then);
 - ``try_number`` only grows within one DAG run, and starts again at 1 when the
   DAG run is deleted and re-created under the same id;
-- Clear changes ``max_tries`` (to the try plus the retries); of a task in a worker it does so only when the
-  scheduler hears of the end of the process before it misses its heartbeats, else it looks like a retry;
+- Clear changes ``max_tries`` (to the try plus the retries); of a task in a worker it does not always do so. But
+  only a Clear makes such a task ``restarting``, and its worker, which is told to end, writes that down;
 - a DAG run is told from another of the same name by its ``start_date`` and ``clear_number``. So a database that
   was restored from a backup, in which tries come a second time, is told from a DAG run that was made again.
 
@@ -22,6 +22,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from airflow_gpu.gang.run import Run
+
+CLEARED = "cleared"
+"""Reason of a stop: the worker that owned the gang was told to end because its task had been cleared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def claim(run: Run | None, me: Try, on_clear: str) -> Claim:
         if run.verdict is not None and run.verdict.success:
             return Claim("same", "restored")
         return Claim("take", "restored", doubtful=True)
-    cleared = me.max_tries != owner.max_tries
+    cleared = me.max_tries != owner.max_tries or _told_of_a_clear(run)
     if run.verdict is not None and run.verdict.success:
         # After a Clear a resume would end at once with the old result. Without one, the worker that was to
         # tell Airflow of the success has died: it is told again, and nothing is computed again.
@@ -84,6 +87,12 @@ def claim(run: Run | None, me: Try, on_clear: str) -> Claim:
     if run.verdict is not None:
         return Claim("take", "retry")
     return Claim("take", "adopt")
+
+
+def _told_of_a_clear(run: Run) -> bool:
+    """The worker of the newest owner was ended because somebody had cleared its task, and had the time to say so."""
+    stops = [run.stop, *(attempt.stop for attempt in run.attempts)]
+    return any(stop is not None and stop.reason == CLEARED and stop.epoch == run.epoch for stop in stops)
 
 
 def _another_dag_run(run: Run, me: Try) -> bool:

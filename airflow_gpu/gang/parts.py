@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from airflow_gpu.gang._fields import (
+    AUTO,
     AtLeastOne,
     Count,
     Duration,
+    Interval,
     Number,
     Seconds,
     SomeSeconds,
@@ -84,7 +86,9 @@ class Placement(Part):
 class Checkpointing(Part):
     """When the gang saves, and what is kept.
 
-    :param interval: time between saves. Default 5 min. None: only when the platform gives notice.
+    :param interval: time between saves. ``"auto"`` (default): 5 min for the first, then by Young and Daly, from
+        what a save costs the program and how often the gang was interrupted so far. None: only when the
+        platform gives notice.
     :param keep: how many complete checkpoints are kept, the newest; at least 1. Default 3.
     :param on_change: a retry or a cleared task whose program, arguments or environment differ from those that
         wrote the checkpoint begins again, and says so (``"fresh"``, default), or goes on from it
@@ -96,7 +100,7 @@ class Checkpointing(Part):
     600.0
     """
 
-    interval: SomeSeconds | None = 300.0
+    interval: Interval | None = AUTO
     keep: AtLeastOne = 3
     on_change: Literal["fresh", "resume"] = "fresh"
     continue_previous: bool = False
@@ -106,7 +110,7 @@ class Checkpointing(Part):
         def __init__(
             self,
             *,
-            interval: Duration | None = ...,
+            interval: Duration | None = AUTO,
             keep: Whole = 3,
             on_change: str = "fresh",
             continue_previous: bool | str = False,

@@ -342,7 +342,9 @@ class GangOperator(BaseOperator):
         self._killed = True
 
     async def _watch_kill(self, context: Context, driver: Driver) -> None:
-        """After a SIGTERM: end the gang if a person ended the task; leave it when that cannot be found out."""
+        """After a SIGTERM: end the gang if a person ended or cleared the task; leave it when that cannot be found out."""
+        from airflow_gpu.gang.ownership import CLEARED
+
         while not self._killed:
             await asyncio.sleep(0.2)
         ti = context["ti"]
@@ -354,7 +356,9 @@ class GangOperator(BaseOperator):
         except Exception as error:
             self.log.warning("SIGTERM, and Airflow does not say why (%r): the gang goes on", error)
             raise SystemExit(143) from None
-        if state in NEXT_TRY:
+        if state == "restarting":
+            await driver.stop(CLEARED, "the task was cleared")
+        elif state in NEXT_TRY:
             self.log.info(
                 "SIGTERM, and the task is %s: the gang goes on, and the next try decides what becomes of it",
                 state,

@@ -36,7 +36,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Dict, Optional, Type
 
-from airflow_gpu.runtime.checkpointing import Checkpoint, GangCheckpoint, LocalCheckpoint
+from airflow_gpu.runtime.alone import LocalCheckpoint
+from airflow_gpu.runtime.checkpointing import Checkpoint, GangCheckpoint
 from airflow_gpu.runtime.member import (
     REPLY_SECONDS,
     GangError,
@@ -174,6 +175,8 @@ class gang:
     ) -> None:
         if self._member is None or self._handle is None:
             return
+        if error is None:
+            self._handle.checkpoint.wait()
         self._handle._send_progress()
         code, words = 0, None
         if isinstance(error, SystemExit):

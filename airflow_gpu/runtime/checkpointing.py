@@ -12,15 +12,15 @@ written in the background must be finished when the block ends.
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Callable, Mapping, Optional, Protocol, Type
+from typing import Any, Callable, Mapping, NoReturn, Optional, Protocol, Type
 
-from airflow_gpu.runtime.checkpoint import complete_in, mark_bad, save_name
-from airflow_gpu.runtime.files import Exists, Folder, to_json
+from airflow_gpu.runtime.checkpoint import mark_bad
+from airflow_gpu.runtime.files import Folder
 from airflow_gpu.runtime.manifest import (
-    MANIFEST,
     BadManifest,
     Manifest,
     contents_differ,
@@ -29,7 +29,7 @@ from airflow_gpu.runtime.manifest import (
     listing,
     sizes_differ,
 )
-from airflow_gpu.runtime.member import GangError, Identity, Leave, Member, say
+from airflow_gpu.runtime.member import GangError, Leave, Member, say
 from airflow_gpu.runtime.wire import HASH_SECONDS, LIST_SECONDS, WRITE_SECONDS, Message
 from airflow_gpu.runtime.words import EXIT_PREEMPTED
 
@@ -46,6 +46,7 @@ VISIBLE_PAUSE = 0.5
 """Between looks for it."""
 
 Load = Callable[[Path], Any]
+Write = Callable[[Path], Any]
 
 
 class CheckpointError(GangError):
@@ -83,6 +84,24 @@ class Checkpoint(Protocol):
         Raises GangError when the gang is over.
         """
 
+    def save_async(self, step: int, write: Write) -> None:
+        """``write(d)`` fills the folder ``d`` in a thread of its own, while the program goes on.
+
+        What it writes must not change meanwhile: hand it a copy. One such save
+        is under way at a time; the next one waits for it. A save that fails is
+        said loudly, and the program goes on. After a notice it is waited for
+        like any other, and then every rank raises SystemExit(75); an error of
+        ``write`` is raised then. Raises GangError when the gang is over.
+
+        Example::
+
+            state = {name: tensor.cpu().clone() for name, tensor in model.state_dict().items()}
+            g.checkpoint.save_async(step, lambda d: torch.save(state, d / f"rank-{g.rank}.pt"))
+        """
+
+    def wait(self) -> None:
+        """Until no save is under way. The end of ``with gang()`` does it too."""
+
 
 class Saving(Protocol):
     """The context manager that ``save`` answers."""
@@ -103,6 +122,7 @@ class GangCheckpoint:
     def __init__(self, member: Member, env: Mapping[str, str]) -> None:
         self._member = member
         self._env = env
+        self._background = _Background(member, env)
 
     def restore(self, load: Optional[Load] = None) -> int:
         folder = self._env.get("GANG_RESTORE_DIR")
@@ -133,71 +153,70 @@ class GangCheckpoint:
         return self._member.due(int(step))
 
     def save(self, step: int) -> Saving:
-        return _GangSave(self._member, self._env, int(step))
+        self._background.wait()
+        return _Saving(self._member, self._env, int(step))
+
+    def save_async(self, step: int, write: Write) -> None:
+        self._background.save(int(step), write)
+
+    def wait(self) -> None:
+        self._background.wait()
 
 
-class _GangSave:
+class _Save:
+    """One save of this rank, from the first word to node 0 until the checkpoint is complete or given up."""
+
     def __init__(self, member: Member, env: Mapping[str, str], step: int) -> None:
         self._member = member
         self._channel = Folder(env["GANG_DIR"])
-        self._step = step
-        self._try = 0
-        self._folder = ""
         self._scratch: Optional[tempfile.TemporaryDirectory[str]] = None
-        self._cooperative = member.cooperative
+        self._folder = ""
+        self.step = step
+        self.key = member.begin_save(step)
+        self.hold = False
 
-    def __enter__(self) -> Path:
-        # From here on a notice is answered by the end of this save.
-        self._cooperative, self._member.cooperative = self._member.cooperative, True
-        self._try = self._member.begin_save(self._step)
+    def begin(self) -> Path:
+        """Where to write, on every rank. Raises GangError."""
         self._say("begin")
         go = self._next("go", GO_SECONDS)
+        self.hold = bool(go.get("hold"))
         if go["skip"]:
-            say(f"step {self._step} is saved already; this save goes to a temporary folder")
+            say(f"step {self.step} is saved already; this save goes to a temporary folder")
             self._scratch = tempfile.TemporaryDirectory(prefix="gang-save-")
             return Path(self._scratch.name)
         self._folder = self._channel.folder(str(go["dir"]))
         return Path(self._folder)
 
-    def __exit__(
-        self,
-        kind: Optional[Type[BaseException]],
-        error: Optional[BaseException],
-        trace: Optional[TracebackType],
-    ) -> None:
-        leave = False
-        try:
-            if self._scratch is not None:
-                self._scratch.cleanup()
-            elif error is not None:
-                rank = self._member.identity.rank
-                words = f"rank {rank} failed in it: {type(error).__name__}: {error}"
-                self._say("unsaved", error=words)
-            else:
-                self._say("written")
-                saved = self._next("saved", COMMIT_SECONDS)
-                leave = bool(saved["leave"])
-                if not saved["ok"]:
-                    say(f"CHECKPOINT OF STEP {self._step} WAS NOT SAVED: {saved['error']}")
-        finally:
-            self._member.saved()
-            self._member.cooperative = self._cooperative
-        # Without due() nobody would ask again whether to leave.
-        if leave or (error is None and self._member.notice and not self._cooperative):
-            say(f"leaving after step {self._step}: the platform gave notice, the gang is to be resumed")
-            raise Leave(EXIT_PREEMPTED)
+    def commit(self) -> bool:
+        """This rank has written. Until it is complete or given up; answers whether the gang leaves now."""
+        if self._scratch is not None:
+            return False
+        self._say("written")
+        saved = self._next("saved", COMMIT_SECONDS)
+        if not saved["ok"]:
+            say(f"CHECKPOINT OF STEP {self.step} WAS NOT SAVED: {saved['error']}")
+        return bool(saved["leave"])
+
+    def fail(self, error: BaseException) -> None:
+        """This rank could not write."""
+        if self._scratch is None:
+            words = f"rank {self._member.identity.rank} failed in it: {type(error).__name__}: {error}"
+            self._say("unsaved", error=words)
+
+    def end(self) -> None:
+        if self._scratch is not None:
+            self._scratch.cleanup()
+        self._member.end_save(self.key)
 
     def _next(self, kind: str, seconds: float) -> Message:
-        """The answer of this kind for this step; does what node 0 asks for meanwhile."""
+        """The answer of this kind; does what node 0 asks for meanwhile."""
         until = time.monotonic() + seconds
         while True:
-            message = self._member.receive(until - time.monotonic())
+            message = self._member.receive(self.key, until - time.monotonic())
             if message is None:
                 raise GangError(
-                    f"node 0 did not answer for {seconds:.0f} s while step {self._step} was to be saved"
+                    f"node 0 did not answer for {seconds:.0f} s while step {self.step} was to be saved"
                 )
-            if (message.get("step"), message.get("try")) != (self._step, self._try):
-                continue
             if message["t"] == kind:
                 return message
             try:
@@ -210,7 +229,7 @@ class _GangSave:
                 self._say("unsaved", error=words)
 
     def _say(self, kind: str, **fields: Any) -> None:
-        self._member.send({"t": kind, "step": self._step, "try": self._try, **fields})
+        self._member.send({"t": kind, "step": self.key[0], "try": self.key[1], **fields})
 
     def _view(self, message: Message) -> None:
         names = listing(self._folder)
@@ -230,48 +249,27 @@ class _GangSave:
         self._say("hashed", files=[[e.path, e.size, e.sha256] for e in entries])
 
 
-class LocalCheckpoint:
-    """:class:`Checkpoint` outside of a gang: enough to run a program on a laptop.
+class _Saving:
+    """``with g.checkpoint.save(step) as d:`` in a gang."""
 
-    With a folder, a single process finds its newest save there again. Without
-    one nothing is restored. Nothing is ever due.
-    """
-
-    def __init__(self, identity: Identity, folder: Optional[Path]) -> None:
-        self._identity = identity
-        self._folder = folder
-
-    def restore(self, load: Optional[Load] = None) -> int:
-        if self._folder is None:
-            return 0
-        # The folder stands for one life's.
-        channel = Folder(str(self._folder))
-        found = [c for c in complete_in(channel, "", 0, say) if not sizes_differ(c.path, c.manifest.files)]
-        if not found:
-            return 0
-        if load is not None:
-            load(Path(found[0].path))
-        return found[0].step
-
-    def due(self, step: int) -> bool:
-        return False
-
-    def save(self, step: int) -> Saving:
-        return _LocalSave(self._identity, self._folder, int(step))
-
-
-class _LocalSave:
-    def __init__(self, identity: Identity, folder: Optional[Path], step: int) -> None:
-        self._identity = identity
-        self._folder = folder
+    def __init__(self, member: Member, env: Mapping[str, str], step: int) -> None:
+        self._member = member
+        self._env = env
         self._step = step
-        self._path = Path()
+        self._save: _Save
+        self._cooperative = member.cooperative
+        self._begun = 0.0
 
     def __enter__(self) -> Path:
-        base = self._folder if self._folder is not None else Path(tempfile.mkdtemp(prefix="gang-checkpoint-"))
-        self._path = base / save_name(self._step)
-        self._path.mkdir(parents=True, exist_ok=True)
-        return self._path
+        # From here on a notice is answered by the end of this save.
+        self._cooperative, self._member.cooperative = self._member.cooperative, True
+        self._begun = time.monotonic()
+        self._save = _Save(self._member, self._env, self._step)
+        try:
+            return self._save.begin()
+        except BaseException:
+            self._save.end()
+            raise
 
     def __exit__(
         self,
@@ -279,16 +277,77 @@ class _LocalSave:
         error: Optional[BaseException],
         trace: Optional[TracebackType],
     ) -> None:
-        if error is not None:
-            return
-        if self._folder is None or self._identity.world_size > 1:
-            say(
-                f"step {self._step} is saved in {self._path}; outside of a gang it is not restored from there"
-            )
-            return
-        entries = hash_files(str(self._path), listing(str(self._path)))
-        manifest = Manifest(0, self._step, 1, tuple(entries))
+        leave = False
         try:
-            Folder(str(self._path)).create(MANIFEST, to_json(manifest.to_dict()))
-        except Exists:
-            Folder(str(self._path)).replace(MANIFEST, to_json(manifest.to_dict()))
+            if error is not None:
+                self._save.fail(error)
+            else:
+                leave = self._save.commit()
+        finally:
+            self._save.end()
+            self._member.saved(time.monotonic() - self._begun)
+            self._member.cooperative = self._cooperative
+        # Without due() nobody would ask again whether to leave.
+        if leave or (error is None and self._member.notice and not self._cooperative):
+            leave_after(self._step)
+
+
+def leave_after(step: int) -> NoReturn:
+    say(f"leaving after step {step}: the platform gave notice, the gang is to be resumed")
+    raise Leave(EXIT_PREEMPTED)
+
+
+class _Background:
+    """Saves that go on while the program does: one at a time, in threads of their own."""
+
+    def __init__(self, member: Member, env: Mapping[str, str]) -> None:
+        self._member = member
+        self._env = env
+        self._thread: Optional[threading.Thread] = None
+
+    def save(self, step: int, write: Write) -> None:
+        begun = time.monotonic()
+        cooperative, self._member.cooperative = self._member.cooperative, True
+        self.wait()
+        save = _Save(self._member, self._env, step)
+        try:
+            folder = save.begin()
+        except BaseException:
+            save.end()
+            raise
+        if not save.hold:
+            self._thread = threading.Thread(
+                target=self._write, args=(save, folder, write), name=f"gang-save-{step}", daemon=True
+            )
+            self._thread.start()
+            self._member.saved(time.monotonic() - begun)
+            self._member.cooperative = cooperative
+            return
+        # Every rank does the same here: it was decided for this save, once.
+        try:
+            write(folder)
+            save.commit()
+        except BaseException as error:
+            save.fail(error)
+            raise
+        finally:
+            save.end()
+        leave_after(step)
+
+    def wait(self) -> None:
+        """Until nothing is being saved any more."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+
+    def _write(self, save: _Save, folder: Path, write: Write) -> None:
+        try:
+            write(folder)
+            save.commit()  # whether to leave is decided by a save that all ranks wait for
+        except GangError as error:
+            say(f"CHECKPOINT OF STEP {save.step} WAS NOT SAVED: {error}")
+        except BaseException as error:  # whatever it is: training goes on
+            say(f"CHECKPOINT OF STEP {save.step} WAS NOT SAVED: {type(error).__name__}: {error}")
+            save.fail(error)
+        finally:
+            save.end()

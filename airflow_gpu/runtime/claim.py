@@ -19,8 +19,9 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from airflow_gpu.runtime.checkpoint import VERIFY_SECONDS, Ancestor, Start, choose, life_folder
 from airflow_gpu.runtime.files import Channel, Exists, Folder, Missing, Torn, read_json, to_json
+from airflow_gpu.runtime.interval import observed_mtbf
 from airflow_gpu.runtime.job import Job, Node, Seed
-from airflow_gpu.runtime.words import VERSION, utc
+from airflow_gpu.runtime.words import VERSION, parse_utc, utc
 
 LIVES = "lives"
 
@@ -29,6 +30,9 @@ LOOK_AGAIN = 0.25
 
 VERIFY_SHARE = 0.25
 """Of the barrier's time-out: what a claim may spend on hashing at most, since the other nodes wait meanwhile."""
+
+UPTIMES = 20
+"""So many earlier lives tell how often the gang is interrupted."""
 
 _ENTRY = re.compile(r"^(\d{4,})\.json$")
 
@@ -60,6 +64,7 @@ class Entry:
     nodes: int = 0
     processes: int = 0
     by: str = ""
+    at: float = 0.0  # when it was claimed, by the clock of that node; 0 where it does not say
     grace: float = 0.0  # of a fence: seconds in which a life that runs may save
 
     @property
@@ -76,6 +81,7 @@ class Claim:
     token: str
     start: Optional[Start] = None
     ancestors: Tuple[int, ...] = ()
+    mtbf: Optional[float] = None  # seconds between interruptions, by what happened to the lives before
 
     @property
     def folder(self) -> str:
@@ -124,7 +130,15 @@ def _entry(number: int, body: Dict[str, Any]) -> Entry:
         by=str(body.get("by", "")),
         processes=int(body.get("processes", 0)),
         grace=float(body.get("grace") or 0.0),
+        at=_moment(body.get("at")),
     )
+
+
+def _moment(text: Any) -> float:
+    try:
+        return parse_utc(str(text))
+    except ValueError:
+        return 0.0  # it decides nothing
 
 
 def refuse(found: List[Entry], job: Job, node: Node) -> None:
@@ -231,7 +245,20 @@ def claim(channel: Folder, job: Job, node: Node, control: str, report: Callable[
         channel.create(token_name(number), token.encode(), private=True)
         for folder in (f"{life_root(number)}/nodes", f"{life_root(number)}/logs", life_folder(number)):
             channel.folder(folder)
-        return Claim(number, control, token, start, _chain(ancestors))
+        mtbf = None if job.mtbf is None else observed_mtbf(job.mtbf, uptimes(channel, found))
+        return Claim(number, control, token, start, _chain(ancestors), mtbf)
+
+
+def uptimes(channel: Channel, found: List[Entry]) -> List[float]:
+    """How long the latest earlier lives ran, in seconds, by the progress that they last told of."""
+    seconds = []
+    for life in [e for e in found if e.kind == "life" and e.at][-UPTIMES:]:
+        try:
+            told = parse_utc(str(read_json(channel, f"{life_root(life.number)}/progress.json", 0.0)["at"]))
+        except (Missing, Torn, KeyError, ValueError):
+            told = life.at
+        seconds.append(max(0.0, told - life.at))
+    return seconds
 
 
 def entry(channel: Channel, number: int) -> Optional[Entry]:

@@ -28,6 +28,8 @@ import bisect
 from dataclasses import dataclass
 from typing import List, Optional, Sequence, Tuple
 
+from airflow_gpu.runtime.interval import interval as best_interval
+
 AHEAD_SECONDS = 1.0
 """How far rank 0 decides ahead, in time."""
 
@@ -85,16 +87,23 @@ class Follower:
 
 
 class Decider:
-    """Rank 0's side. ``interval``: seconds between saves; None: only on a notice."""
+    """Rank 0's side. ``interval``: seconds between saves; None: only on a notice.
+
+    With ``mtbf`` (mean seconds between interruptions of the gang) the interval
+    is only the first one: later ones follow from what saves cost.
+    """
 
     def __init__(
         self,
         interval: Optional[float],
         now: float,
+        mtbf: Optional[float] = None,
         ahead: float = AHEAD_SECONDS,
         most: int = MOST_AHEAD,
     ) -> None:
-        self._interval = interval
+        self.interval = interval
+        self._mtbf = mtbf
+        self._cost: Optional[float] = None
         self._saved_at = now
         self._ahead = ahead
         self._most = most
@@ -124,18 +133,21 @@ class Decider:
             self._own.learn(horizon, saves)
         return self._own.ask(step), news
 
-    def saved(self, now: float) -> None:
-        """A save is over, committed or not: the interval and the measure of steps begin anew."""
+    def saved(self, now: float, cost: float) -> None:
+        """The program goes on after a save that held it up for ``cost`` seconds."""
         self._saved_at = now
         self._asked_at = now
+        if self._mtbf is not None:
+            self._cost = cost if self._cost is None else self._cost + SMOOTHING * (cost - self._cost)
+            self.interval = best_interval(self._cost, self._mtbf)
 
     def _overdue(self, now: float) -> bool:
-        return self._interval is not None and now - self._saved_at >= self._interval
+        return self.interval is not None and now - self._saved_at >= self.interval
 
     def _look_ahead(self, now: float) -> int:
         seconds = self._ahead
-        if self._interval is not None:  # not beyond the moment at which a save may be wanted
-            seconds = min(seconds, self._interval - (now - self._saved_at))
+        if self.interval is not None:  # not beyond the moment at which a save may be wanted
+            seconds = min(seconds, self.interval - (now - self._saved_at))
         if seconds <= 0:
             return 0
         if self._step_seconds is None:

@@ -85,6 +85,7 @@ def node_environment(place: Place, base: Mapping[str, str], secrets: Mapping[str
             "GANG_NODES": ",".join(str(node["addr"]) for node in nodes),
             "GANG_CHECKPOINT_DIR": place.checkpoints,
             "GANG_CHECKPOINT_INTERVAL": "" if job.interval is None else repr(job.interval),
+            "GANG_MTBF": repr(float(start["mtbf"])) if start.get("mtbf") else "",
             "GANG_RESTORE_DIR": os.path.join(place.channel, restore["dir"]) if restore else "",
             "GANG_RESTORE_STEP": str(restore["step"]) if restore else "0",
             "GANG_RESTORE_VERIFIED": "1" if restore and restore["verified"] else "0",

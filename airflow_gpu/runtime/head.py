@@ -187,6 +187,7 @@ class Head:
                 "master_port": master,
                 "jax_port": jax,
                 "nodes": [{"addr": hello.get("addr"), "host": hello.get("host")} for hello in nodes],
+                "mtbf": state.claim.mtbf,
                 "restore": None if start is None else {**start.to_dict(), "verified": start.verified},
             }
         )

@@ -76,6 +76,7 @@ class Job:
     interval: Optional[float]
     keep: int
     payload: str
+    mtbf: Optional[float] = None  # expected seconds between interruptions; given, the interval adapts
     since: int = 0  # lives with a lower number are no ancestors
     seed: Optional[Seed] = None  # where to begin while this channel has no checkpoint for it
 
@@ -134,6 +135,7 @@ class Job:
                 interval=None if interval is None else float(interval),
                 keep=max(1, int(checkpoint.get("keep", 3))),
                 payload=payload,
+                mtbf=None if checkpoint.get("mtbf") is None else float(checkpoint["mtbf"]),
                 since=int(body.get("since") or 0),
                 seed=seed
                 and Seed(

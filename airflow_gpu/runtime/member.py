@@ -49,6 +49,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _blocks = itertools.count(1)
 """Each ``with gang()`` of a process is a block; ranks go through the same ones. Decisions belong to one block."""
 
+SaveKey = Tuple[int, int]
+"""A save: its step, and the how-manieth save of this step it is in this process, from 1."""
+
 _tries: Dict[int, int] = {}
 """By step: how often this process has begun to save it. Tells a second save of a step from the first."""
 
@@ -117,7 +120,7 @@ class Member:
         self.identity = identity
         self.notice = False
         self.cooperative = False
-        self.inbox: queue.SimpleQueue[Optional[Message]] = queue.SimpleQueue()
+        self._saves: Dict[SaveKey, queue.SimpleQueue[Optional[Message]]] = {}
         self._env = env
         self._pid = os.getpid()
         self._block = next(_blocks)
@@ -150,8 +153,10 @@ class Member:
         decisions = welcome.get("decisions") or {}
         self._follower.learn(decisions.get("horizon"), decisions.get("saves") or ())
         if self.identity.rank == 0:
-            interval = self._env.get("GANG_CHECKPOINT_INTERVAL")
-            self._decider = Decider(float(interval) if interval else None, time.monotonic())
+            interval, mtbf = self._env.get("GANG_CHECKPOINT_INTERVAL"), self._env.get("GANG_MTBF")
+            self._decider = Decider(
+                float(interval) if interval else None, time.monotonic(), float(mtbf) if mtbf else None
+            )
         self._take_signals()
         self._link.start()
         if welcome.get("notice"):
@@ -190,15 +195,25 @@ class Member:
                 self._news.wait(min(left, 1.0))
             return self._follower.ask(step)
 
-    def begin_save(self, step: int) -> int:
-        """This process's how-manieth save of this step it is, from 1."""
+    def begin_save(self, step: int) -> SaveKey:
+        """A save begins, in the order that is the same on every rank."""
         _tries[step] = _tries.get(step, 0) + 1
-        return _tries[step]
+        key = (step, _tries[step])
+        with self._news:
+            self._saves[key] = queue.SimpleQueue()
+            if self._ending is not None:
+                self._saves[key].put(None)
+        return key
 
-    def saved(self) -> None:
-        """A save is over, however it ended."""
+    def end_save(self, key: SaveKey) -> None:
+        """It is over, however it ended. From any thread."""
+        with self._news:
+            self._saves.pop(key, None)
+
+    def saved(self, seconds: float) -> None:
+        """The program goes on after a save, which held it up so long: the interval and the measure of steps begin anew."""
         if self._decider is not None:
-            self._decider.saved(time.monotonic())
+            self._decider.saved(time.monotonic(), seconds)
 
     # -- messages ------------------------------------------------------------------------------------
 
@@ -206,14 +221,18 @@ class Member:
         """Never blocks; from any thread."""
         self._link.send(message)
 
-    def receive(self, seconds: float) -> Optional[Message]:
-        """The next message about a save; None when there is none in time. Raises GangError when the gang is gone."""
+    def receive(self, key: SaveKey, seconds: float) -> Optional[Message]:
+        """The next message about a save; None when there is none in time. From any thread.
+
+        Raises GangError when the gang is gone.
+        """
+        inbox = self._saves[key]
         try:
-            message = self.inbox.get(timeout=max(0.0, seconds))
+            message = inbox.get(timeout=max(0.0, seconds))
         except queue.Empty:
             return None
         if message is None:
-            self.inbox.put(None)
+            inbox.put(None)
             raise GangError(f"the gang is over: {self._why}")
         return message
 
@@ -256,7 +275,10 @@ class Member:
         elif kind in self._replies:
             self._replies[str(kind)].set()
         else:
-            self.inbox.put(m)
+            with self._news:
+                inbox = self._saves.get((m.get("step", -1), m.get("try", -1)))
+            if inbox is not None:
+                inbox.put(m)
 
     def _on_notice(self) -> None:
         self.notice = True
@@ -280,8 +302,9 @@ class Member:
             return
         self._ending, self._why = code, why
         say(why)
-        self.inbox.put(None)
         with self._news:
+            for inbox in self._saves.values():
+                inbox.put(None)
             self._leaderless = True
             self._news.notify_all()
         self._interrupt()  # our handler, or the program's own, or the end

@@ -58,6 +58,7 @@ class _Save:
     key: Key
     name: str
     skip: bool = False  # an earlier try is committed: what is written now goes nowhere
+    hold: bool = False  # it began after a notice: every rank waits for it, and leaves
     ready: bool = False  # its folder is there
     begun: Set[int] = field(default_factory=set)
     written: Set[int] = field(default_factory=set)
@@ -122,7 +123,8 @@ class Saves:
             return
         save = self._saves.get(key)
         if save is None:
-            save = self._saves[key] = _Save(key, save_name(key[0]), skip=key[0] in self._committed)
+            skip = key[0] in self._committed
+            save = self._saves[key] = _Save(key, save_name(key[0]), skip=skip, hold=self._noticed())
             for departed, reason in self._departed.items():
                 self.give_up(key, f"rank {departed} is gone ({reason})")
             if not save.skip:
@@ -132,7 +134,7 @@ class Saves:
             self._go(save, saver)
 
     def _go(self, save: _Save, saver: Saver) -> None:
-        saver.send(save.message("go", dir=f"{self._root}/{save.name}", skip=save.skip))
+        saver.send(save.message("go", dir=f"{self._root}/{save.name}", skip=save.skip, hold=save.hold))
 
     def written(self, rank: int, key: Key) -> None:
         save, saver = self._saves.get(key), self._savers().get(rank)

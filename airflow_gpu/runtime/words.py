@@ -43,6 +43,13 @@ def utc(at: Optional[float] = None) -> str:
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
+def parse_utc(text: str) -> float:
+    """Seconds since the epoch of what :func:`utc` wrote. Raises ValueError."""
+    if not text.endswith("Z"):
+        raise ValueError(f"{text!r} is no time in UTC")
+    return datetime.fromisoformat(text[:-1] + "+00:00").timestamp()
+
+
 def signal_name(number: int) -> str:
     """``SIGKILL`` for 9; ``SIG64`` for one that Python has no name for."""
     try:

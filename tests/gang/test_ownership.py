@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from airflow_gpu.gang.ownership import Claim, Try, claim
-from airflow_gpu.gang.run import Attempt, Cause, Outcome, Owner, Run, Verdict
+from airflow_gpu.gang.ownership import CLEARED, Claim, Try, claim
+from airflow_gpu.gang.run import Attempt, Cause, Outcome, Owner, Run, Stop, Verdict
 
 RUN_A, RUN_A_CLEARED, RUN_B = "0/2026-01-01T00:00:00", "1/2026-01-02T00:00:00", "0/2026-01-03T00:00:00"
 
@@ -15,6 +15,7 @@ OWNER = Owner(epoch=1, ti_id="A", try_number=1, at=0.0, max_tries=2, dag_run=RUN
 SECOND = replace(OWNER, epoch=2, ti_id="B", try_number=2)
 LIVE = Attempt(number=1, name="g-1", target="t", at=0.0, epoch=1)
 OVER = replace(LIVE, outcome=Outcome(cause=Cause.APPLICATION, at=1.0))
+TOLD = replace(LIVE, stop=Stop(CLEARED, at=1.0, epoch=1))
 
 
 def run(*owners: Owner, attempt: Attempt | None = LIVE, verdict: str = "") -> Run:
@@ -41,6 +42,9 @@ def run(*owners: Owner, attempt: Attempt | None = LIVE, verdict: str = "") -> Ru
         (run(OWNER), Try("B", 2, 3, RUN_A), Claim("take", "clear", stop=True)),
         (run(OWNER, attempt=OVER, verdict="failed"), Try("B", 2, 3, RUN_A_CLEARED), Claim("take", "clear")),
         (run(OWNER, attempt=OVER, verdict="success"), Try("B", 2, 3, RUN_A_CLEARED), Claim("new", "clear")),
+        # Clear of a task in a worker that Airflow does not show in max_tries; its worker has said so. Once.
+        (run(OWNER, attempt=TOLD), Try("B", 2, 2, RUN_A_CLEARED), Claim("take", "clear", stop=True)),
+        (run(OWNER, SECOND, attempt=TOLD), Try("C", 3, 2, RUN_A_CLEARED), Claim("take", "adopt")),
         # The DAG run was deleted and made again: another run. What still lives there is ended first.
         (run(OWNER), Try("B", 1, 2, RUN_B), Claim("new", "start", stop=True, doubtful=True)),
         (run(OWNER, attempt=OVER, verdict="success"), Try("B", 1, 2, RUN_B), Claim("new", "start", doubtful=True)),

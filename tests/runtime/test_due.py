@@ -51,7 +51,7 @@ class World:
                     arrival = self.now + self.random.choice([0.0, 0.05, 2.0])
                     box.append((max(arrival, box[-1][0] if box else 0.0), news))
             if answer:
-                self.decider.saved(self.now)
+                self.decider.saved(self.now, 0.0)
         else:
             follower = self.followers[rank - 1]
             if not follower.knows(step):
@@ -157,7 +157,7 @@ def test_real_threads_at_random_speeds() -> None:
                         follower.learn(news.horizon, news.saves)
                         condition.notify()
             if due:
-                decider.saved(time.monotonic())
+                decider.saved(time.monotonic(), 0.0)
             answers[0].append(due)
             time.sleep(random.random() / 2000)
 

@@ -53,7 +53,7 @@ def test_defaults() -> None:
     )
     assert (gang.time_limit, gang.barrier_timeout, gang.stop_grace) == (86400.0, 300.0, 30.0)
     assert gang.placement == Placement(max_wait="7d", start_timeout="30m", deadline=None)
-    assert gang.checkpointing == Checkpointing(interval="5m", keep=3)
+    assert gang.checkpointing == Checkpointing(interval="auto", keep=3)
     assert gang.recovery == Recovery(
         preemptions=None,
         node_failures=3,

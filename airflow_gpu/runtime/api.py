@@ -94,6 +94,13 @@ class Gang:
         self._member.cooperative = True
         return self._member.notice
 
+    @property
+    def grace_left(self) -> Optional[float]:
+        """Seconds until the platform kills what still runs; None before a notice. At most the gang's ``stop_grace``."""
+        if self._member is None or not self._member.notice:
+            return None
+        return max(0.0, self._member.grace_end - time.monotonic())
+
     def progress(self, step: int, total: Optional[int] = None, **metrics: Any) -> None:
         """Say how far the work is. ``step`` of ``total`` steps are completed; small numbers or words in ``metrics``.
 

@@ -75,6 +75,7 @@ class Head:
             log,
             self._tasks.spawn,
         )
+        self._grace = job.stop_grace
         self._fence = 0  # number of the fence that has left us time to save
         self._ending: Ending
         self._handlers: Dict[str, Callable[[Peer, Message], None]] = {}
@@ -120,7 +121,7 @@ class Head:
             state.ranks[peer.index] = peer
             self._saves.came(peer.index)
             decisions = self._decisions.get(int(peer.hello.get("block", 0)))
-            return {"t": "welcome", "notice": state.noticed, "decisions": decisions}
+            return {"t": "welcome", "notice": state.noticed, "left": self._left(), "decisions": decisions}
         return {"t": "welcome"} if peer.kind == REMOTE else _refused("not understood")
 
     def _agent_joined(self, peer: Peer) -> Message:
@@ -231,9 +232,15 @@ class Head:
         cause = notice_cause(time.monotonic() - self._claimed, self._job.time_limit, self._job.stop_grace)
         self._notice(source, node, cause)
 
-    def _notice(self, source: str, node: Optional[int], cause: str) -> None:
+    def _left(self) -> Optional[float]:
+        """Seconds of the grace that are left; None before a notice."""
+        at = self._state.noticed_at
+        return None if at is None else max(0.0, at + self._grace - self._server.loop.time())
+
+    def _notice(self, source: str, node: Optional[int], cause: str, grace: Optional[float] = None) -> None:
         state = self._state
         state.noticed_at = self._server.loop.time()
+        self._grace = self._job.stop_grace if grace is None else grace
         self._log(f"notice: {source}")
         self._tasks.write(self._records.notice, source, node, cause)
         if state.phase == GATHERING:
@@ -247,7 +254,7 @@ class Head:
             if not self._ending.has_ended(process) and not self._uses_handle(process)
         }
         state.to_agents({"t": "notice", "end": sorted(state.told_to_end)})
-        state.to_ranks({"t": "notice"})
+        state.to_ranks({"t": "notice", "left": self._grace})
 
     def _uses_handle(self, process: int) -> bool:
         """Some rank of this process is connected, so it hears of the notice there."""
@@ -319,7 +326,9 @@ class Head:
             self._fence = newest
             self._server.loop.call_later(grace, lambda: self._ending.stop(verdict, 0.0))
             if not state.noticed and state.phase == RUNNING:
-                self._notice(f"lives/{newest:04d}.json ({found.reason if found else ''})", None, "stop")
+                self._notice(
+                    f"lives/{newest:04d}.json ({found.reason if found else ''})", None, "stop", grace
+                )
 
     async def _write_progress(self) -> None:
         while self._state.phase != OVER:

@@ -133,18 +133,10 @@ def digest_of(names: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def hash_file(path: str, *, flush: bool = False, deadline: Optional[float] = None) -> Tuple[int, str]:
-    """Size and SHA-256. ``flush``: onto the disk first, as a commit wants.
-
-    Raises OSError, and OutOfTime once ``deadline`` (of ``time.monotonic``) has passed.
-    """
+def hash_file(path: str, *, deadline: Optional[float] = None) -> Tuple[int, str]:
+    """Size and SHA-256. Raises OSError, and OutOfTime once ``deadline`` (of ``time.monotonic``) has passed."""
     total, hasher = 0, hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
-        if flush:
-            try:
-                os.fsync(file.fileno())
-            except OSError:
-                pass  # a file system without it promises nothing more
         while True:
             if deadline is not None and time.monotonic() >= deadline:
                 raise OutOfTime(path)
@@ -155,17 +147,30 @@ def hash_file(path: str, *, flush: bool = False, deadline: Optional[float] = Non
             hasher.update(block)
 
 
+def flush_file(path: str) -> None:
+    """Onto the disk, as a commit wants. Raises OSError when it is not there."""
+    with open(path, "rb", buffering=0) as file:
+        try:
+            os.fsync(file.fileno())
+        except OSError:
+            pass  # a file system without it promises nothing more
+
+
 def hash_files(folder: str, names: Sequence[str]) -> List[Entry]:
-    """Flush and hash these files of a checkpoint. Raises OSError."""
+    """Flush and hash these files of a checkpoint, both at once: one waits for the disk, the other computes.
 
-    def one(name: str) -> Entry:
-        size, digest = hash_file(os.path.join(folder, *name.split("/")), flush=True)
-        return Entry(name, size, digest)
-
-    if len(names) < 2:
-        return [one(name) for name in names]
-    with ThreadPoolExecutor(min(HASH_THREADS, len(names), os.cpu_count() or 1)) as pool:
-        return list(pool.map(one, names))
+    Raises OSError.
+    """
+    paths = [os.path.join(folder, *name.split("/")) for name in names]
+    if not paths:
+        return []
+    with ThreadPoolExecutor(min(HASH_THREADS, len(paths))) as disk:
+        flushed = [disk.submit(flush_file, path) for path in paths]
+        with ThreadPoolExecutor(min(HASH_THREADS, len(paths), os.cpu_count() or 1)) as pool:
+            hashed = list(pool.map(hash_file, paths))
+        for done in flushed:
+            done.result()
+    return [Entry(name, size, digest) for name, (size, digest) in zip(names, hashed)]
 
 
 def sizes_differ(folder: str, files: Sequence[Entry]) -> Optional[str]:

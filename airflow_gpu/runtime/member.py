@@ -119,6 +119,7 @@ class Member:
     def __init__(self, identity: Identity, env: Mapping[str, str]) -> None:
         self.identity = identity
         self.notice = False
+        self.grace_end = 0.0  # of time.monotonic, after a notice
         self.cooperative = False
         self._saves: Dict[SaveKey, queue.SimpleQueue[Optional[Message]]] = {}
         self._env = env
@@ -160,7 +161,7 @@ class Member:
         self._take_signals()
         self._link.start()
         if welcome.get("notice"):
-            self._on_message({"t": "notice"})
+            self._on_message({"t": "notice", "left": welcome.get("left")})
 
     # -- decisions ---------------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ class Member:
                     self._leaderless = True
                     self._news.notify_all()
         elif kind == "notice":
-            self._on_notice()
+            self._on_notice(m.get("left"))
         elif kind == "stop":
             self._end(TERMINATED, f"the gang is ended: {m.get('reason', '')}")
         elif kind in self._replies:
@@ -280,7 +281,10 @@ class Member:
             if inbox is not None:
                 inbox.put(m)
 
-    def _on_notice(self) -> None:
+    def _on_notice(self, left: Optional[float]) -> None:
+        if left is None:
+            left = float(self._env.get("GANG_STOP_GRACE") or 0.0)
+        self.grace_end = time.monotonic() + left
         self.notice = True
         if self.cooperative:
             say("the platform gives notice: the gang saves at its next step, and leaves")

@@ -69,6 +69,8 @@ def test_after_a_notice_it_is_waited_for_and_every_rank_leaves(bed: Bed) -> None
             start = step = g.checkpoint.restore()
             print("start", start)
             def write(d, step):
+                if g.notice:
+                    print("left", g.grace_left, flush=True)
                 time.sleep(0.5)
                 (d / f"rank{g.rank}").write_text(str(step))
             while True:
@@ -89,6 +91,8 @@ def test_after_a_notice_it_is_waited_for_and_every_rank_leaves(bed: Bed) -> None
     saved = sorted(bed.manifests())
     assert saved[0] == 5
     assert len(saved) == 2, "the one that was under way, and the one of the notice"
+    left = [float(line.split()[1]) for line in bed.log(3).splitlines() if line.startswith("left")]
+    assert 0 < left[-1] < 5
     life = bed.start(job, restart=1)
     eventually(lambda: f"start {saved[1]}" in bed.log(3, life=2))
     life.signal(NOTICE)

@@ -1,0 +1,241 @@
+"""What saving and restoring cost: the handle beside plain files, in one run, on one disk.
+
+Four ranks (2 nodes of 2, as processes on this machine) hold the same number of
+bytes each. In every round, in turn:
+
+- *plain*: each rank writes its bytes into a file and fsyncs it, nothing else;
+- *save*: ``with g.checkpoint.save(step)``: written, flushed, hashed, committed;
+- *save_async*: what the program waits for (a copy of its bytes into memory that
+  it has already, then the call), and how long the save takes in the background.
+
+Then, with the files out of the page cache: *plain read* of each rank's file, and
+a second life that *restores*: node 0 hashes everything before it claims, then
+each rank reads its file.
+
+Where Orbax or torch.distributed.checkpoint are installed in this Python they
+save the same bytes from one process, beside plain files from one process.
+
+Example::
+
+    python benchmarks/checkpoint.py --gib 2 --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.runtime.bed import Bed
+
+RANKS = 4
+
+PROGRAM = """
+import json, os, sys, threading, time
+from airflow_gpu.runtime import gang
+
+size, rounds, plain = int(os.environ["SIZE"]), int(os.environ["ROUNDS"]), os.environ["PLAIN"]
+
+def write(path, data):
+    with open(path, "wb", buffering=0) as file:
+        view = memoryview(data)
+        while view:
+            view = view[file.write(view[: 1 << 24]):]
+
+def read(path):
+    total = 0
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 24):
+            total += len(block)
+    return total
+
+def forget(path):
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+with gang() as g:
+    took = {}
+    def told(name, since):
+        took.setdefault(name, []).append(time.perf_counter() - since)
+    steps = iter(range(1, 10**6))
+    def together():
+        with g.checkpoint.save(next(steps)) as d:      # a small save is a barrier of all ranks
+            (d / f"rank-{g.rank}").write_bytes(b"")
+    mine = os.path.join(plain, f"rank-{g.rank}")
+    if g.life == 1:
+        data = bytearray(os.urandom(1 << 20)) * (size >> 20)
+        copy = bytearray(data)                          # memory that a program that saves often has already
+        for number in range(rounds):
+            together(); begun = time.perf_counter()
+            write(mine, data)
+            with open(mine, "rb") as file:
+                os.fsync(file.fileno())
+            told("plain", begun)
+            together(); begun = time.perf_counter()
+            with g.checkpoint.save(next(steps)) as d:
+                write(d / f"rank-{g.rank}", data)
+            told("save", begun)
+            together(); begun = time.perf_counter()
+            copy[:] = data
+            g.checkpoint.save_async(next(steps), lambda d: write(d / f"rank-{g.rank}", copy))
+            told("save_async", begun)
+            g.checkpoint.wait()
+            told("in the background", begun)
+        for number in range(rounds):
+            forget(mine); together(); begun = time.perf_counter()
+            read(mine)
+            told("plain read", begun)
+        with g.checkpoint.save(next(steps)) as d:
+            write(d / f"rank-{g.rank}", data)
+    else:
+        begun = time.perf_counter()
+        g.checkpoint.restore(lambda d: read(d / f"rank-{g.rank}"))
+        told("restore", begun)
+    with open(os.path.join(plain, f"took-{g.life}-{g.rank}.json"), "w") as file:
+        json.dump(took, file)
+    if g.life == 1:
+        raise SystemExit(9)                             # so that there is another life
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=2.0, help="bytes of all four ranks together")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        measure(Path(folder), int(given.gib * 2**30) // RANKS >> 20 << 20, given.rounds)
+
+
+def measure(folder: Path, size: int, rounds: int) -> None:
+    bed = Bed(folder / "bed")
+    plain = folder / "plain"
+    plain.mkdir()
+    env = {"SIZE": str(size), "ROUNDS": str(rounds), "PLAIN": str(plain)}
+    job = bed.payload(script=PROGRAM, env=env, constants={}, time_limit=7200)
+    try:
+        _wait(bed, job, 0, 9)
+        for path in bed.channel.glob("checkpoints/*/*/rank-*"):
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        begun = time.time()
+        _wait(bed, job, 1, 0)
+        took = _slowest(plain, 1)
+        claimed = datetime.fromisoformat(bed.read("lives/0002.json")["at"]).timestamp() - begun
+        took["restore"] = [claimed + _slowest(plain, 2)["restore"][0]]
+    finally:
+        bed.close()
+    show(took, size * RANKS, rounds)
+    for name, save in peers(folder / "peers").items():
+        _peer(name, save, folder / "peers", size)
+
+
+def _wait(bed: Bed, job: Path, restart: int, code: int) -> None:
+    life = bed.start(job, restart=restart)
+    codes = [agent.wait() for agent in life.agents]
+    assert codes[0] == code, life.log()
+
+
+def _slowest(plain: Path, life: int) -> dict[str, list[float]]:
+    """By what was measured: each round's slowest rank."""
+    ranks = [json.loads(path.read_text()) for path in plain.glob(f"took-{life}-*.json")]
+    assert len(ranks) == RANKS
+    return {
+        name: [max(each) for each in zip(*(rank[name] for rank in ranks), strict=True)] for name in ranks[0]
+    }
+
+
+def show(took: dict[str, list[float]], size: int, rounds: int) -> None:
+    middle = {name: statistics.median(seconds) for name, seconds in took.items()}
+    table = Table(
+        title=f"{size / 2**30:.2f} GiB from {RANKS} ranks, {rounds} rounds, {datetime.now(UTC):%Y-%m-%d}"
+    )
+    for head in ("", "seconds (median)", "least", "most", "GiB/s", "beside"):
+        table.add_column(head, justify="left" if head in ("", "beside") else "right")
+    beside = {
+        "save": ("plain", middle["plain"] / middle["save"]),
+        "save_async": ("save", middle["save_async"] / middle["save"]),
+        "in the background": ("plain", middle["plain"] / middle["in the background"]),
+        "restore": ("plain read", middle["plain read"] / middle["restore"]),
+    }
+    for name, seconds in took.items():
+        other, ratio = beside.get(name, ("", 0.0))
+        words = (
+            f"{ratio:.2f} of the time of {other}"
+            if name == "save_async"
+            else f"{ratio:.2f} of the speed of {other}"
+        )
+        table.add_row(
+            name,
+            f"{middle[name]:.2f}",
+            f"{min(seconds):.2f}",
+            f"{max(seconds):.2f}",
+            f"{size / 2**30 / middle[name]:.2f}",
+            words if other else "",
+        )
+    Console(width=120).print(table)
+
+
+# -- peers, from one process ---------------------------------------------------------------------------
+
+
+def peers(folder: Path) -> dict[str, Callable[[Path, Any], None]]:
+    found: dict[str, Callable[[Path, Any], None]] = {}
+    if importlib.util.find_spec("orbax"):
+        found["Orbax"] = _orbax
+    if importlib.util.find_spec("torch"):
+        found["torch.distributed.checkpoint"] = _dcp
+    if not found:
+        print("Neither Orbax nor PyTorch is installed in this Python: no peer beside it.")
+    return found
+
+
+def _orbax(folder: Path, data: Any) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(folder, {"weights": data})
+
+
+def _dcp(folder: Path, data: Any) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"weights": torch.from_numpy(data)}, checkpoint_id=str(folder), no_dist=True)
+
+
+def _peer(name: str, save: Callable[[Path, Any], None], folder: Path, size: int) -> None:
+    import numpy as np
+
+    folder.mkdir(exist_ok=True)
+    data = np.frombuffer(bytearray(os.urandom(1 << 20)) * (size >> 20), dtype=np.float32)
+    begun = time.perf_counter()
+    with (folder / "plain").open("wb", buffering=0) as file:
+        file.write(memoryview(data).cast("B"))
+        os.fsync(file.fileno())
+    plain = time.perf_counter() - begun
+    begun = time.perf_counter()
+    save(folder / name, data)
+    took = time.perf_counter() - begun
+    print(
+        f"{name}: {took:.2f} s from one process; {plain / took:.2f} of the speed of plain write+fsync ({plain:.2f} s)"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -28,16 +28,30 @@ ended() { # NAME RC SECONDS OUTPUT
   if [ "$2" != 0 ]; then FAILED=1; fi
 }
 
-# Two stages that mostly wait share the time; each prints when it has ended.
-at_once() { # NAME "COMMAND" NAME "COMMAND"
-  local start=$SECONDS
-  (eval "$2" > "$LOG/first" 2>&1; echo $? > "$LOG/first.rc"; echo $((SECONDS - start)) > "$LOG/first.s") &
-  local other=$!
-  stage "$3" bash -c "$4"
-  wait $other
-  printf '\n=== %s\n' "$1"
-  cat "$LOG/first"
-  ended "$1" "$(cat "$LOG/first.rc")" "$(cat "$LOG/first.s")" "$LOG/first"
+# Stages that mostly wait run one after the other behind those that follow; `join` prints them.
+behind() { # NAME "COMMAND" [NAME "COMMAND" ...]
+  (
+    n=0
+    while [ $# -gt 0 ]; do
+      began=$SECONDS
+      eval "$2" > "$LOG/behind.$n" 2>&1
+      echo "$? $((SECONDS - began)) $1" > "$LOG/behind.$n.ended"
+      n=$((n + 1)); shift 2
+    done
+  ) &
+  BEHIND=$!
+}
+
+join() {
+  local file rc seconds name
+  wait $BEHIND
+  for file in "$LOG"/behind.*.ended; do
+    read -r rc seconds name < "$file"
+    printf '\n=== %s\n' "$name"
+    cat "${file%.ended}"
+    ended "$name" "$rc" "$seconds" "${file%.ended}"
+  done
+  rm -f "$LOG"/behind.*
 }
 
 summary() {
@@ -66,27 +80,28 @@ if ! command -v mpirun >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/
 fi
 stage "request and lifecycle" "$PY" -m pytest -q tests/gang tests/placement
 stop_if_failed
-stage "runtime in the job" "$PY" -m pytest -q tests/runtime
+behind "runtime in the job" "$PY -m pytest -q tests/runtime"
 stage "run directory and stores" "$PY" -m pytest -q tests/rundir
 stage "driver" "$PY" -m pytest -q tests/driver
-stage "local target" "$PY" -m pytest -q tests/targets
+join
 stop_if_failed
+behind "local target" "$PY -m pytest -q tests/targets"
 stage "sweep and commands" "$PY" -m pytest -q tests/sweep tests/cli --ignore tests/sweep/test_airflow.py
+join
 stop_if_failed
 if [ "$MODE" = --all ]; then export FAULTS=all FAULT_RUNS=500; fi
 stage "faults at every call" "$PY" -m pytest -q -s tests/faults
 stop_if_failed
-if [ "$MODE" = --all ]; then
-  stage "conformance" "$PY" -m pytest -q tests/conformance --table docs/conformance.md
-else
-  stage "conformance" "$PY" -m pytest -q tests/conformance
-fi
-stop_if_failed
 stage "pages in the UI" "$PY" -m pytest -q tests/plugin
+stop_if_failed
+table=""
+if [ "$MODE" = --all ]; then table="--table docs/conformance.md"; fi
 accidents="tests/airflow/test_accidents.py tests/airflow/test_backfill.py tests/airflow/test_backups.py"
 others=$(ls tests/airflow/test_*.py | grep -v -x -F "$(printf '%s\n' $accidents)" | tr '\n' ' ')
-at_once "accidents of a real Airflow" "$PY -m pytest -q $accidents" \
-  "in a real Airflow" "$PY -m pytest -q $others tests/sweep/test_airflow.py"
+behind "conformance" "$PY -m pytest -q tests/conformance $table" \
+  "accidents of a real Airflow" "$PY -m pytest -q $accidents"
+stage "in a real Airflow" "$PY" -m pytest -q $others tests/sweep/test_airflow.py
+join
 stop_if_failed
 stage "demo" "$PY" -m tests.beds.demo --home "$LOG/demo"
 stage "documentation" "$PY" -m pytest -q tests/docs

@@ -39,6 +39,10 @@ class LocalCheckpoint:
             load(Path(found[0].path))
         return found[0].step
 
+    @property
+    def saved_by(self) -> Optional[int]:
+        return None
+
     def due(self, step: int) -> bool:
         return False
 

@@ -79,6 +79,7 @@ class Start:
     path: str
     verified: bool
     seed: bool = False  # of another channel: no life here is its ancestor
+    world_size: int = 0  # ranks that saved it
 
     def to_dict(self) -> Dict[str, Any]:
         """The life's ``from``. ``dir`` is below the channel, or where it is on this node for a seed."""
@@ -169,7 +170,14 @@ def choose(
             continue
         if not whole:
             report(f"{where}: not all of it could be hashed in {seconds:.0f} s; the ranks do the rest")
-        return Start(checkpoint.life, checkpoint.step, checkpoint.name, checkpoint.path, whole)
+        return Start(
+            checkpoint.life,
+            checkpoint.step,
+            checkpoint.name,
+            checkpoint.path,
+            whole,
+            world_size=checkpoint.manifest.world_size,
+        )
     return None
 
 

@@ -65,6 +65,13 @@ class Checkpoint(Protocol):
         Raises CheckpointError when one is damaged: no later life takes that checkpoint.
         """
 
+    @property
+    def saved_by(self) -> Optional[int]:
+        """How many ranks saved the checkpoint that this life starts from; None when there is none.
+
+        When it is not ``world_size``, ``load`` has to reshard: that is the framework's business.
+        """
+
     def due(self, step: int) -> bool:
         """Is a save due, now that ``step`` steps are completed? The same answer on every rank.
 
@@ -131,9 +138,17 @@ class GangCheckpoint:
         step = int(self._env.get("GANG_RESTORE_STEP") or 0)
         if self._env.get("GANG_RESTORE_VERIFIED") != "1":
             self._verify(folder)
+        saved_by, here = self.saved_by, self._member.identity.world_size
+        if saved_by not in (None, here):
+            say(f"step {step} was saved by {saved_by} ranks, and this gang has {here}: load must reshard it")
         if load is not None:
             load(Path(folder))
         return step
+
+    @property
+    def saved_by(self) -> Optional[int]:
+        told = self._env.get("GANG_RESTORE_WORLD_SIZE")
+        return int(told) if told else None
 
     def _verify(self, folder: str) -> None:
         identity = self._member.identity

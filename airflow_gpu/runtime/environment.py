@@ -88,6 +88,7 @@ def node_environment(place: Place, base: Mapping[str, str], secrets: Mapping[str
             "GANG_MTBF": repr(float(start["mtbf"])) if start.get("mtbf") else "",
             "GANG_RESTORE_DIR": os.path.join(place.channel, restore["dir"]) if restore else "",
             "GANG_RESTORE_STEP": str(restore["step"]) if restore else "0",
+            "GANG_RESTORE_WORLD_SIZE": str(restore.get("world_size") or "") if restore else "",
             "GANG_RESTORE_VERIFIED": "1" if restore and restore["verified"] else "0",
             "GANG_STOP_GRACE": repr(job.stop_grace),
             "GANG_HOSTFILE": place.hostfile,

@@ -189,7 +189,9 @@ class Head:
                 "jax_port": jax,
                 "nodes": [{"addr": hello.get("addr"), "host": hello.get("host")} for hello in nodes],
                 "mtbf": state.claim.mtbf,
-                "restore": None if start is None else {**start.to_dict(), "verified": start.verified},
+                "restore": None
+                if start is None
+                else {**start.to_dict(), "verified": start.verified, "world_size": start.world_size},
             }
         )
 

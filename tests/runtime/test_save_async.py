@@ -99,6 +99,23 @@ def test_after_a_notice_it_is_waited_for_and_every_rank_leaves(bed: Bed) -> None
     assert life.wait() == [75, 75]
 
 
+def test_a_gang_of_another_size_is_told(bed: Bed) -> None:
+    script = """
+        from airflow_gpu.runtime import gang
+        with gang() as g:
+            print("saved by", g.checkpoint.saved_by, "start", g.checkpoint.restore(), flush=True)
+            with g.checkpoint.save(10 * g.attempt) as d:
+                (d / f"rank{g.rank}").write_text("")
+            if g.attempt == 1:
+                raise SystemExit(9)
+        """
+    assert bed.run(bed.payload(script=script))[0] == 9
+    assert bed.run(bed.payload(attempt=2, script=script, nodes=1, first_life=2), job_id="job-2") == [0]
+    assert "saved by None start 0" in bed.log(0)
+    assert "saved by 4 start 10" in bed.log(1, life=2)
+    assert "was saved by 4 ranks, and this gang has 2" in bed.log(1, life=2)
+
+
 # -- how often ---------------------------------------------------------------------------------------
 
 

@@ -111,6 +111,7 @@ class Observer:
             checkpoint=found.checkpoint,
             step=found.step,
             fruitless=found.fruitless,
+            fenced=found.fenced,
             asked=self.asked,
         )
         if sighting is not None:

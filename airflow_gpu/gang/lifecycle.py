@@ -258,6 +258,8 @@ def _ended(gang: Gang, attempt: Attempt, seen: Observation, now: float) -> Actio
         if now < limit:
             return Cancel(attempt, limit)
     cause, detail = _cause(attempt, seen)
+    if cause is None and seen.fenced in _LOST:
+        cause = Cause(seen.fenced)  # as which it was to be closed when another life was claimed
     if cause is None:
         if now < seen.seen_since + EVIDENCE_LIMIT:
             return Watch(attempt, seen.seen_since + EVIDENCE_LIMIT)
@@ -308,6 +310,8 @@ def _cause(attempt: Attempt, seen: Observation) -> tuple[Cause | None, str]:
         return Cause.NOT_STARTED, f"the runtime never started: {reason}"
     return None, f"a node ended without a word: {reason}"
 
+
+_LOST = frozenset({Cause.PREEMPTED.value, Cause.NODE_LOST.value, Cause.GONE.value})
 
 _TOLD = {
     State.PREEMPTED: Cause.PREEMPTED,

@@ -135,6 +135,7 @@ class Life:
     world_size: int = 0
     start: CheckpointRef | None = None
     at: float = 0.0
+    reason: str = ""  # of a fence
     seeded: bool = False  # the checkpoint it started from lies on another channel
 
 
@@ -310,6 +311,9 @@ class Observation:
     failure: Failure | None = None  # of that life
     checkpoint: CheckpointRef | None = None  # newest complete one that a next life would start from
     step: int | None = None  # last progress reported by that life
+    fenced: str = (
+        ""  # why the attempt was fenced before, if it was: a life that was claimed just then had to leave
+    )
     fruitless: int = 0  # lives before that one, in a row, that started from the same checkpoint
     blamed: tuple[str, ...] = ()  # hosts that the platform holds responsible
     first_at: float | None = (

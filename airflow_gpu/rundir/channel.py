@@ -45,6 +45,7 @@ class Evidence:
     progress: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: CheckpointRef | None = None
     fruitless: int = 0
+    fenced: str = ""  # why Airflow's side has fenced the attempt, if it has
     newest: int | None = (
         None  # number of the attempt's newest life; ``life`` is an earlier one if that succeeded
     )
@@ -67,7 +68,10 @@ class Channel:
 
     async def lives(self) -> list[Life]:
         """All entries of ``lives/`` in order, fences included."""
-        for number in await self._numbers():
+        return await self._lives_of(await self._numbers())
+
+    async def _lives_of(self, numbers: Sequence[int]) -> list[Life]:
+        for number in numbers:
             if number not in self._lives:  # create-only: what was read once stays true
                 life = _life(number, await self._read(f"lives/{number:04d}.json"))
                 if life is not None:
@@ -90,10 +94,13 @@ class Channel:
         it before it calls the attempt over.
         """
         while True:
-            lives = await self.lives()
+            # One view for the question and for the number: between two, a process that slept would put its fence
+            # behind a life of a later attempt.
+            taken = await self._numbers()
+            lives = await self._lives_of(taken)
             if any(life.fence and life.attempt >= attempt for life in lives):
                 return lives
-            number = max([taken + 1 for taken in await self._numbers()] + [first_life])
+            number = max([number + 1 for number in taken] + [first_life])
             body = {
                 "v": 1,
                 "kind": "fence",
@@ -168,6 +175,7 @@ class Channel:
             progress=progress,
             checkpoint=checkpoint,
             fruitless=_fruitless(mine),
+            fenced=next((x.reason for x in lives if x.fence and x.attempt >= attempt), ""),
             newest=mine[-1].number,
         )
 
@@ -284,6 +292,7 @@ def _understood(number: int, body: Mapping[str, Any]) -> Life:
         world_size=int(body.get("processes", body.get("world_size", 0))),
         start=CheckpointRef(int(start["life"]), int(start["step"])) if start else None,
         at=seconds(body["at"]) if body.get("at") else 0.0,
+        reason=str(body.get("reason") or ""),
         seeded=bool(start and start.get("seed")),
     )
 

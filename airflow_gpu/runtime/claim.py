@@ -269,6 +269,19 @@ def entry(channel: Channel, number: int) -> Optional[Entry]:
         return None
 
 
+def superseded(channel: Channel, life: int, attempt: int) -> Optional[Tuple[int, Optional[Entry]]]:
+    """The newest entry that ends this life of this attempt, by its number; None: there is none.
+
+    A later life, or a fence of this attempt or a later one. A fence of an earlier attempt, which somebody wrote who
+    had slept, says nothing of this one. What cannot be read may be a fence.
+    """
+    for number in reversed([number for number in numbers(channel) if number > life]):
+        found = entry(channel, number)
+        if found is None or found.kind != "fence" or found.attempt >= attempt:
+            return number, found
+    return None
+
+
 def planted(seed: Seed, report: Callable[[str], None], seconds: float) -> Start:
     """The checkpoint of another channel to begin from.
 
@@ -325,8 +338,8 @@ def await_life(
         if not mine:
             already_done(channel, found, job)
             refuse(found, job, node)
-        elif found[-1].number > mine[-1].number:
-            raise NotClaimed(f"{mine[-1].where} is over: {found[-1].where} came after it")
+        elif over := superseded(channel, mine[-1].number, job.attempt):
+            raise NotClaimed(f"{mine[-1].where} is over: {LIVES}/{over[0]:04d}.json came after it")
         else:
             try:
                 token = channel.read(token_name(mine[-1].number)).decode()

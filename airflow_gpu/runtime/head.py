@@ -19,7 +19,7 @@ import asyncio
 import time
 from typing import Callable, Dict, Optional
 
-from airflow_gpu.runtime.claim import Claim, entry, numbers
+from airflow_gpu.runtime.claim import Claim, Entry, superseded
 from airflow_gpu.runtime.control import Peer, Server, free_ports
 from airflow_gpu.runtime.ending import Ending
 from airflow_gpu.runtime.ends import notice_cause
@@ -300,16 +300,16 @@ class Head:
         while state.phase != OVER:
             await asyncio.sleep(LOOK_SECONDS)
             try:
-                newest = max(await self._tasks.disk(numbers, self._channel), default=0)
+                over = await self._tasks.disk(superseded, self._channel, state.claim.life, self._job.attempt)
             except OSError as error:
                 self._log(f"the channel cannot be read: {error}")
                 continue
-            if newest > state.claim.life and state.verdict is None:
-                await self._superseded(newest)
+            if over is not None and state.verdict is None:
+                self._superseded(*over)
             elif state.phase == RUNNING:
                 self._tasks.spawn(self._tasks.disk(self._records.seal_declared))
 
-    async def _superseded(self, newest: int) -> None:
+    def _superseded(self, newest: int, found: Optional[Entry]) -> None:
         """A newer entry: this life is over. A fence may leave it the time to save, once."""
         state = self._state
         verdict = Verdict(
@@ -320,7 +320,6 @@ class Head:
         if state.phase == GATHERING:
             self._ending.never_started(verdict)
             return
-        found = await self._tasks.disk(entry, self._channel, newest)
         grace = min(found.grace, self._job.stop_grace) if found is not None and found.kind == "fence" else 0.0
         if grace <= 0:
             self._ending.stop(verdict, min(self._job.stop_grace, SUPERSEDED_GRACE))

@@ -23,8 +23,8 @@ def retry(gangs: Gangs, dag_id: str) -> None:
     begin(gangs, (dag_id, "retry"))
     gangs.crash(dag_id, "retry", step=STEP + 10)
     told = again(gangs, dag_id, "retry")
-    assert told.starts[0] == 0 < told.starts[1] <= STEP + 25
-    assert len(told.told("crash", rank=1)) == 1
+    [crash] = told.told("crash", rank=1)
+    assert told.starts[0] == 0 < told.starts[1] <= crash["step"]
     assert reasons(gangs, dag_id, "retry") == ["start", "retry"]
     assert causes(gangs, dag_id, "retry") == ["application", "succeeded"]
     assert facts(gangs, dag_id, "retry") == [(1, 2, 0), (2, 2, 0)]

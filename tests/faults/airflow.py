@@ -137,6 +137,8 @@ class Airflow:
         self.told: list[Told] = []
         self.stopped_at: float | None = None  # when a person last wanted an end, and nothing since has begun
         self.cleared: list[float] = []
+        self.may_begin_anew: list[float] = []  # a Clear that the worker may be killed too soon to write down
+        self.killed: list[str] = []  # workers that were told to end and had to be killed
         self.begun_anew: list[float] = []  # moments from which earlier successes do not count
         self.wished: list[float] = []  # moments at which a person ended what there was
         self.swept = 0
@@ -378,7 +380,7 @@ class Airflow:
         self.settled.set()
 
     def clear(self) -> None:
-        """Clear: of a running task it looks like a retry; else ``max_tries`` changes."""
+        """Clear: of a running task ``max_tries`` stays, only its worker can tell; else it changes."""
         ti, row = self.ti, self.row
         if ti is None:
             return
@@ -389,11 +391,14 @@ class Airflow:
         before = ti.state
         if before in FINAL:
             self.dag_run.clear_number += 1  # of a DAG run that was over
+        fresh = self.operator().request().recovery.on_clear == "fresh"
         if before in ("running", "resuming", "restarting"):
             ti.state = "restarting"
+            if fresh:
+                self.may_begin_anew.append(self.loop.now)
             self._tell_processes(before, row)
             return
-        if before == "success" or self.operator().request().recovery.on_clear == "fresh":
+        if before == "success" or fresh:
             self.begun_anew.append(self.loop.now)
         self.row = None
         ti.state = "cleared"
@@ -428,7 +433,12 @@ class Airflow:
     def _sigterm(self, actor: Actor, operator: GangOperator) -> None:
         self._terminating.append(actor)
         operator.on_kill()
-        self._later(SIGKILL_AFTER, actor.die)
+        self._later(SIGKILL_AFTER, self._sigkill, actor)
+
+    def _sigkill(self, actor: Actor) -> None:
+        if actor.alive:
+            self.killed.append(actor.name)
+        actor.die()
 
     def state(self) -> str | None:
         """What ``get_task_states`` answers now."""

@@ -302,11 +302,12 @@ class Platform:
             step = min(TOTAL, life.from_step + int((loop.now - life.begin + 1e-6) / fate.slow))
             if noticed is None and step % SAVE_EVERY == 0 and step > life.from_step and step < TOTAL:
                 self._save(records, life, step)
-            if records.newest_entry() > life.number and noticed is None and records.may_save():
+            over = records.superseded(life.attempt)
+            if over and over.kind == "fence" and over.grace > 0 and noticed is None:
                 # Fenced from outside, with time to save: the platform knows nothing of it.
                 noticed, over_at = State.FAILED, loop.now + SAVING
                 job.kill_at = loop.now + PREEMPTION_GRACE
-            elif records.newest_entry() > life.number and noticed is not State.FAILED:
+            elif over is not False and noticed is not State.FAILED:
                 self.truth.note(life.incarnation, life.attempt, "superseded")
                 return State.CANCELLED if job.cancelled else State.FAILED
             if job.kill_at is not None and loop.now >= job.kill_at - 1e-6:

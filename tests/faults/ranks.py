@@ -14,14 +14,14 @@ from __future__ import annotations
 import json
 import posixpath
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 from airflow_gpu.gang.entries import iso
 from airflow_gpu.rundir import store
 from airflow_gpu.runtime import checkpoint
 from airflow_gpu.runtime import claim as rules
-from airflow_gpu.runtime.claim import AlreadyDone, Claim, NotClaimed
+from airflow_gpu.runtime.claim import AlreadyDone, Claim, Entry, NotClaimed
 from airflow_gpu.runtime.files import Exists, Missing
 from airflow_gpu.runtime.job import Job, Node
 from airflow_gpu.runtime.manifest import Manifest
@@ -159,10 +159,7 @@ class Records:
         name = posixpath.join(checkpoint.life_folder(self.life), checkpoint.save_name(step))
         self._create(f"{name}/manifest.json", {"step": step, "world_size": NODES, "files": []})
 
-    def may_save(self) -> bool:
-        """The newest entry is a fence that leaves this life the time to save."""
-        entry = rules.entry(self._files, self.newest_entry())  # type: ignore[arg-type]
-        return entry is not None and entry.kind == "fence" and entry.grace > 0
-
-    def newest_entry(self) -> int:
-        return max(rules.numbers(self._files), default=0)  # type: ignore[arg-type]
+    def superseded(self, attempt: int) -> Entry | Literal[False] | None:
+        """What ends this life, as the runtime looks for it; None when it cannot be read, False when nothing does."""
+        over = rules.superseded(self._files, self.life, attempt)  # type: ignore[arg-type]
+        return False if over is None else over[1]

@@ -59,6 +59,9 @@ LONGEST = 6 * 3600.0
 AFTERWARDS = 3 * 3600.0
 """Seconds for which the world goes on behind that: whatever was on its way arrives."""
 
+SWEEPS = 3
+"""One that is killed, or meets an error, is followed by the next."""
+
 SWEEP_AFTER = 600.0
 
 INSTALLATION = "tests"
@@ -266,9 +269,10 @@ class _Bench:
             if airflow.settled.is_set():
                 break
         self.ended_at = self.loop.now
-        await asyncio.sleep(SWEEP_AFTER)
-        if airflow.settled.is_set() and any(not job.state.ended for job in self.jobs):
-            airflow.sweep()
+        for _ in range(SWEEPS):
+            await asyncio.sleep(SWEEP_AFTER)
+            if airflow.settled.is_set() and any(not job.state.ended for job in self.jobs):
+                airflow.sweep()
         await asyncio.sleep(AFTERWARDS)
 
 

@@ -151,7 +151,7 @@ async def list_checkpoints(place: Place, name: str, *, as_json: bool) -> int:
             }
         )
         return code
-    rows = table("LIFE", "STEP", "IS", "FILES", "SIZE", "SINCE", "RANKS", "COUNTS AS", "TROUBLE")
+    rows = table("LIFE", "STEP", "IS", "FILES", "SIZE", "AGE", "RANKS", "COUNTS AS", "TROUBLE")
     for one in survey.found:
         rows.add_row(*_line(one), cell(one.world_size), cell(_marks(one)), cell(one.trouble))
     if survey.found:
@@ -272,7 +272,7 @@ def _pruned(name: str, made: Plan, removed: list[Checkpoint], left: list[Checkpo
 
 
 def _tell_plan(name: str, made: Plan) -> None:
-    rows = table("LIFE", "STEP", "IS", "FILES", "SIZE", "SINCE", "THEN", "WHY")
+    rows = table("LIFE", "STEP", "IS", "FILES", "SIZE", "AGE", "THEN", "WHY")
     every = [(one, "stays", why) for one, why in made.keep] + [(one, "goes", why) for one, why in made.remove]
     for one, then, why in sorted(every, key=lambda row: (row[0].life, row[0].step or 0, row[0].name)):
         rows.add_row(*_line(one), then, cell(why))

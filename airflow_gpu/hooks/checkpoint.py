@@ -156,10 +156,11 @@ async def found_or_recorded(given: Settings, key: RunKey, record: Mapping[str, A
 
 
 class Watch:
-    """News of all gangs of one task that are not over: each new checkpoint once, the newest of each run.
+    """News of all gangs of one task: each new checkpoint once, the newest of each run.
 
-    For a triggerer that looks again and again. The first look tells of what is
-    there, since nobody knows what was told before.
+    For a triggerer that looks again and again. Nobody knows what was told
+    before the first look, so that tells of what gangs have that are not over, and of
+    no other.
     """
 
     def __init__(self, store: Store, installation: str, dag_id: str, task_id: str) -> None:
@@ -167,9 +168,12 @@ class Watch:
         self._of = installation, dag_id, task_id
         self._told: dict[tuple[str, int], tuple[int, int]] = {}
         self._over: set[tuple[str, int, str]] = set()
+        self._looked = False
 
     async def news(self, every: int = 1) -> list[dict[str, Any]]:
         """Checkpoints that are new, and at least ``every`` steps beyond the last one that was told of their run.
+
+        The last one of a run that ends is told in any case.
 
         :raises StoreError: the state store did not answer; a single run that cannot be read is left for the next look.
         """
@@ -179,11 +183,16 @@ class Watch:
         for run in await self._store.names(root):
             for mapped in await self._store.names(f"{root}/{run}/{segment(task_id)}"):
                 one = await self._of_slot(f"{root}/{run}/{segment(task_id)}/{mapped}")
-                if one is not None and self._is_new(one, every):
-                    found.append(one)
+                if one is None:
+                    continue
+                newest, last = one
+                if self._is_new(newest, 1 if last else every) and (self._looked or not last):
+                    found.append(newest)
+        self._looked = True
         return found
 
-    async def _of_slot(self, slot: str) -> dict[str, Any] | None:
+    async def _of_slot(self, slot: str) -> tuple[dict[str, Any], bool] | None:
+        """Its newest checkpoint, and whether the run is over; None, too, once one that succeeded was looked at."""
         from airflow_gpu.gang.entries import JournalError
         from airflow_gpu.rundir.slot import read_run
 
@@ -197,9 +206,10 @@ class Watch:
             incarnation = str(_object(body).get("incarnation"))
             key, _ = await read_run(self._store, f"{slot}/{incarnation}")
             run = await Journal(self._store, f"{slot}/{incarnation}").refresh()
+            found = await newest_of(self._store, key)
             if run.verdict is not None and run.verdict.success:
                 self._over.add((slot, len(names), names[-1]))  # a success is for ever
-            return await newest_of(self._store, key)
+            return None if found is None else (found, run.verdict is not None)
         except (StoreError, JournalError, KeyError, TypeError, ValueError):
             return None
 

@@ -29,7 +29,7 @@ with gang() as g:
 """
 
 
-@dag(schedule=None, params={"total": 60, "pause": 0.2})
+@dag(schedule=None, params={"total": 150, "pause": 0.2})
 def saving():
     GangOperator(
         task_id="count",

@@ -259,7 +259,7 @@ class Channel:
     async def _read(self, path: str) -> dict[str, Any] | None:
         try:
             body = json.loads(await self.store.get(f"{self.path}/{path}"))
-        except (Missing, ValueError):
+        except (Missing, ValueError, RecursionError):  # the job's user may have written anything
             return None
         return body if isinstance(body, dict) else None
 

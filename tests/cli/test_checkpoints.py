@@ -64,7 +64,7 @@ def test_list(run: Run, shell: Commands) -> None:
         "IS",
         "FILES",
         "SIZE",
-        "SINCE",
+        "AGE",
         "RANKS",
         "COUNTS",
         "AS",

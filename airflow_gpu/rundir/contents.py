@@ -81,9 +81,9 @@ class Contents:
         return f"{self.folder}/{path}" if path else self.folder
 
     async def _ask(self, once: Callable[[Any], Any], path: str = "") -> Any:
-        """In a thread of the store, with its retries; a folder that is not there yet is no error of the store."""
-        if self.store.folder is not None:
-            os.makedirs(self.store.folder, exist_ok=True)
+        """In a thread of the store, with its retries. ``once`` gets the obstore store; of a folder it gets None."""
+        if self._root is not None:
+            return await self.store.work(lambda: once(None), self._path(path))
         return await self.store.ask(once, self._path(path))
 
     # -- reading

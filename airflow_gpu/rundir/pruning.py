@@ -9,8 +9,9 @@ has a manifest.
 
 Why this is safe beside whatever else happens:
 
-- **A gang that saves.** Of the newest life nothing goes that is as far as its
-  newest complete checkpoint or farther. Saves end in the order of their steps.
+- **A gang that saves.** Of the newest life nothing unfinished goes that is as
+  far as its newest complete checkpoint or farther. What is behind that the
+  runtime itself lets go of too.
 - **The runtime's own pruning** keeps the newest of its life and what that
   started from. So does this. Both only ever remove what is older, so what both
   together leave has the newest and the start; that both remove the same is no

@@ -339,6 +339,10 @@ class Store:
         """
         return await self._retry(lambda: once(self._reader()), path)
 
+    async def work(self, once: Callable[[], T], path: str) -> T:
+        """The same for work on a local folder's own files, which need no obstore; the folder need not be there."""
+        return await self._retry(once, path)
+
     # -- how
 
     def _reader(self) -> Any:

@@ -108,6 +108,17 @@ async def test_a_channel_that_does_not_answer_is_told(tmp_path: Path, bucket: St
     assert steps(survey.found) == [(1, 10)]
 
 
+async def test_looking_makes_nothing(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    await run.begin()
+    await run.owner(0)
+    assert (await run.survey()).found == ()
+    await run.goes_on()
+    survey = await run.survey()
+    assert (survey.found, survey.troubles) == ((), {})
+    assert not (tmp_path / "channel").exists()
+
+
 async def test_names_and_links_on_a_folder(tmp_path: Path) -> None:
     """Links are not followed, a name that is no UTF-8 is no trouble, and an empty folder is unfinished."""
     run = await one_life(Run(tmp_path))

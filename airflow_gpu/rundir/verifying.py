@@ -2,7 +2,7 @@
 
 Purpose: finds out what a life would otherwise find out when it restores, and
 says it by file. Files are read in blocks by a few threads at once, so memory
-stays below ``parallel`` blocks (64 MiB), whatever the sizes.
+stays near ``parallel`` blocks of 8 MiB, whatever the sizes.
 
 What it does not do: mark anything unless asked. A file that cannot be read now
 is told, and never a reason for a mark: the disk may be back in a minute.

@@ -190,3 +190,12 @@ async def _compare(root: Path, lives: list[list[tuple[int, str, int]]]) -> None:
                 (run.folder / "checkpoints" / where / "bad.json").write_text("{}")
             elif kind == "short":
                 (run.folder / "checkpoints" / where / "a").write_bytes(b"")
+
+
+async def test_a_program_names_its_folders_as_it_likes(run: Run) -> None:
+    """The driver finds such a checkpoint too, which the runtime would start from."""
+    await run.write(80, name="my run, step=80", writer="program")
+    bad = await run.write(90, name="my run, step=90", writer="program")
+    await Contents(run.channel.store, f"{run.path}/checkpoints").create(f"{bad}/bad.json", b"{}")
+    await run.write(70, name="half; step 70", manifest=b"")
+    assert [ref.step for ref in await run.channel.checkpoints(1)] == [80]

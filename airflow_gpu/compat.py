@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from airflow.sdk import BaseHook, BaseOperator, BaseOperatorLink
+from airflow.sdk import BaseHook, BaseOperator, BaseOperatorLink, BaseSensorOperator
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowTaskTimeout
 
 __all__ = [
@@ -19,9 +19,11 @@ __all__ = [
     "BaseHook",
     "BaseOperator",
     "BaseOperatorLink",
+    "BaseSensorOperator",
     "conf_get",
     "default_deferrable",
     "task_state",
+    "task_states",
 ]
 
 
@@ -80,3 +82,29 @@ def task_state(dag_id: str, run_id: str, task_id: str, map_index: int) -> str | 
         if name in found:
             return str(found[name]) if found[name] is not None else None
     return None
+
+
+def task_states(
+    dag_id: str, task_id: str, map_index: int, *, run_id: str = "", logical_date: str = ""
+) -> dict[str, str | None]:
+    """By run id, the states of a task's instances in one run, or in the runs of a logical date (ISO 8601).
+
+    A run that is not there, or does not have the task yet, is left out. Call it in a thread, as :func:`task_state`.
+    """
+    from datetime import datetime
+
+    from airflow.sdk.execution_time.task_runner import RuntimeTaskInstance
+
+    found: dict[str, Any] = RuntimeTaskInstance.get_task_states(
+        dag_id=dag_id,
+        task_ids=[task_id],
+        map_index=map_index,
+        run_ids=[run_id] if run_id else None,
+        logical_dates=None if run_id else [datetime.fromisoformat(logical_date)],
+    )
+    states: dict[str, str | None] = {}
+    for run, tasks in found.items():
+        for name in (task_id, f"{task_id}_{map_index}"):
+            if name in tasks:
+                states[run] = None if tasks[name] is None else str(tasks[name])
+    return states

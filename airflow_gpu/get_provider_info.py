@@ -24,11 +24,16 @@ def get_provider_info() -> dict[str, Any]:
                 "python-modules": ["airflow_gpu.operators.gang", "airflow_gpu.operators.sweep"],
             }
         ],
+        "sensors": [{"integration-name": "GPU gangs", "python-modules": ["airflow_gpu.sensors.checkpoint"]}],
         "hooks": [{"integration-name": "GPU gangs", "python-modules": ["airflow_gpu.hooks.local"]}],
         "triggers": [
             {
                 "integration-name": "GPU gangs",
-                "python-modules": ["airflow_gpu.triggers.gang", "airflow_gpu.triggers.sweep"],
+                "python-modules": [
+                    "airflow_gpu.triggers.checkpoint",
+                    "airflow_gpu.triggers.gang",
+                    "airflow_gpu.triggers.sweep",
+                ],
             }
         ],
         "connection-types": [

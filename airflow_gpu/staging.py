@@ -114,7 +114,11 @@ async def stage(
 def _checkpointing(gang: Gang, attempt: Attempt) -> dict[str, Any]:
     """When to save, as the ranks are told: with an ``mtbf`` the interval is only the first one."""
     interval: Any = gang.checkpointing.interval
-    body: dict[str, Any] = {"interval": interval, "keep": gang.checkpointing.keep}
+    body: dict[str, Any] = {
+        "interval": interval,
+        "keep": gang.checkpointing.keep,
+        "every": gang.checkpointing.every,
+    }
     if interval == AUTO:
         provisioning = str((attempt.offer.get("chosen") or {}).get("provisioning") or "")
         body |= {"interval": FIRST, "mtbf": expected_mtbf(gang.nodes, provisioning)}

@@ -81,7 +81,7 @@ fi
 stage "request and lifecycle" "$PY" -m pytest -q tests/gang tests/placement
 stop_if_failed
 behind "runtime in the job" "$PY -m pytest -q tests/runtime"
-stage "run directory and stores" "$PY" -m pytest -q tests/rundir
+stage "run directory and stores" "$PY" -m pytest -q tests/rundir tests/checkpoints
 stage "driver" "$PY" -m pytest -q tests/driver
 join
 stop_if_failed

@@ -6,17 +6,17 @@ command imports what it needs.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
-from collections.abc import Callable, Coroutine
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from airflow_gpu import __version__
-from airflow_gpu.cli.place import Given, Place
+from airflow_gpu.cli.checkpoints import checkpoints
+from airflow_gpu.cli.options import placed, run
+from airflow_gpu.cli.place import Place
 
 OK, FAILED, USAGE, OPEN = 0, 1, 2, 3
 """Exit codes, see ``docs/commands.md``: done; the command could not do its work; wrong usage; something is left
@@ -69,32 +69,6 @@ def commands() -> None:
     """
 
 
-def placed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options that say where a command works; the function gets a ``place``."""
-
-    @click.option("--installation", help="Name of the Airflow installation. Default: [gpu] installation.")
-    @click.option("--state-uri", help="Root of the run directories. Default: [gpu] state_uri.")
-    @click.option(
-        "--connections",
-        type=click.Path(path_type=Path, dir_okay=False),
-        envvar="AIRFLOW_GPU_CONNECTIONS",
-        help="JSON, YAML or .env file of connections, as of Airflow's local file backend.",
-    )
-    @click.option("--targets", help="Connection ids to ask beside those that run directories name.")
-    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-    @functools.wraps(function)
-    def wrapped(
-        installation: str | None,
-        state_uri: str | None,
-        connections: Path | None,
-        targets: str | None,
-        **more: Any,
-    ) -> Any:
-        return function(place=Place(Given(installation, state_uri, connections, targets)), **more)
-
-    return wrapped
-
-
 def asking(default: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """The options that say who asks Airflow; the function gets ``asks``."""
 
@@ -132,16 +106,6 @@ def _asks(url: str | None, ask: bool) -> Any:
 
         return DatabaseAirflow()
     return Nobody()
-
-
-def run(work: Coroutine[Any, Any, int]) -> int:
-    """Run a command's coroutine; a store that does not answer is an error with words, not a traceback."""
-    from airflow_gpu.rundir.store import StoreError
-
-    try:
-        return asyncio.run(work)
-    except StoreError as error:
-        raise click.ClickException(f"the run directories: {error}") from None
 
 
 @commands.command(
@@ -282,3 +246,6 @@ def doctor(place: Place, names: tuple[str, ...], job: bool, wait: float, as_json
     from airflow_gpu.cli.doctor import examine
 
     return run(examine(place, list(names), job=job, wait=wait, as_json=as_json))
+
+
+commands.add_command(checkpoints)

@@ -90,6 +90,8 @@ class Checkpointing(Part):
         what a save costs the program and how often the gang was interrupted so far. None: only when the
         platform gives notice.
     :param keep: how many complete checkpoints are kept, the newest; at least 1. Default 3.
+    :param every: beside these, each complete checkpoint whose step is a multiple of this is kept; at least 1.
+        None (default): none. What is kept so is never removed by itself.
     :param on_change: a retry or a cleared task whose program, arguments or environment differ from those that
         wrote the checkpoint begins again, and says so (``"fresh"``, default), or goes on from it
         (``"resume"``).
@@ -102,6 +104,7 @@ class Checkpointing(Part):
 
     interval: Interval | None = AUTO
     keep: AtLeastOne = 3
+    every: AtLeastOne | None = None
     on_change: Literal["fresh", "resume"] = "fresh"
     continue_previous: bool = False
 
@@ -112,6 +115,7 @@ class Checkpointing(Part):
             *,
             interval: Duration | None = AUTO,
             keep: Whole = 3,
+            every: Whole | None = None,
             on_change: str = "fresh",
             continue_previous: bool | str = False,
         ) -> None: ...

@@ -113,7 +113,7 @@ def _watcher(poll: float) -> Callable[[Target], Watcher]:
     return watcher
 
 
-def _store(uri: str) -> Store:
+def channel_store(uri: str) -> Store:
     """One store per channel: on an object store each has connections of its own."""
     stores = _shared().stores
     if uri not in stores:
@@ -129,7 +129,7 @@ def _not_there(error: Exception) -> bool:
 async def state_store(given: Settings) -> Store:
     """The store of the journals, with the credentials of ``[gpu] state_conn_id`` if that is set."""
     if not given.state_conn_id:
-        return _store(given.state_uri)
+        return channel_store(given.state_uri)
     shared, name = _shared(), f"{given.state_conn_id} {given.state_uri}"
     async with shared.reading.setdefault(name, asyncio.Lock()):
         read_at, store = shared.states.get(name, (0.0, None))
@@ -195,7 +195,7 @@ def airflow_world(given: Settings, say: Callable[[str], None], rank_log: Callabl
         clock=time.time,
         sleep=asyncio.sleep,
         target=target,
-        channel_store=_store,
+        channel_store=channel_store,
         watcher=_watcher(given.poll),
         secrets=resolve_secrets,
         say=say,

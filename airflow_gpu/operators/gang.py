@@ -35,7 +35,7 @@ from airflow_gpu.gang.spec import Gang, GangError
 from airflow_gpu.links.gang import CheckpointLink, LogsLink, TargetLink
 
 if TYPE_CHECKING:
-    from airflow.sdk import Context
+    from airflow.sdk import Asset, Context
 
     from airflow_gpu.driver import Driver
     from airflow_gpu.rundir.slot import Held
@@ -82,6 +82,9 @@ class GangOperator(BaseOperator):
         ``env`` are merged. This is what to ``expand`` for mapped tasks. (templated)
     :param deferrable: drive the gang in the triggerer (default) or in the
         worker.
+    :param checkpoint_asset: an asset that gets an event when the task succeeds, with the newest checkpoint as
+        its ``extra``, see :mod:`airflow_gpu.hooks.checkpoint`. For events while the gang runs, see
+        :class:`airflow_gpu.triggers.checkpoint.GangCheckpointsTrigger`.
 
     The XCom is a small record: ``result`` (what rank 0 handed back),
     ``attempts``, ``checkpoint``, ``cost``, ``placement``; see
@@ -112,10 +115,14 @@ class GangOperator(BaseOperator):
         gang: Gang | Mapping[str, Any] | None = None,
         overrides: Mapping[str, Any] | None = None,
         deferrable: bool | None = None,
+        checkpoint_asset: Asset | None = None,
         **kwargs: Any,
     ) -> None:
         _check_arguments(type(self).__name__, gang, kwargs)
         super().__init__(**kwargs)
+        self.checkpoint_asset = checkpoint_asset
+        if checkpoint_asset is not None and checkpoint_asset not in self.outlets:
+            self.outlets = [*self.outlets, checkpoint_asset]
         # Plain fields: Airflow renders nested objects by setattr, and a request is frozen.
         made = gang if isinstance(gang, Gang) else Gang.from_fields(dict(gang or {}), rendered=False)
         self.gang = made.fields()
@@ -302,7 +309,21 @@ class GangOperator(BaseOperator):
         """Answer Airflow with the verdict: the record as XCom, or an error that says what happened."""
         if event.get("record"):
             context["ti"].xcom_push(key="gang", value=event["record"])
-        return answer(event)
+        record = answer(event)
+        if self.checkpoint_asset is not None:
+            self._tell_of_checkpoint(context, self.checkpoint_asset, record)
+        return record
+
+    def _tell_of_checkpoint(self, context: Context, asset: Asset, record: Mapping[str, Any]) -> None:
+        """Airflow makes the event when the task has succeeded; here is what it says."""
+        from airflow_gpu.gang.identity import RunKey
+        from airflow_gpu.hooks.checkpoint import found_or_recorded
+        from airflow_gpu.settings import settings
+
+        given, ti = settings(), context["ti"]
+        index = -1 if ti.map_index is None else ti.map_index
+        key = RunKey(given.installation, ti.dag_id, ti.run_id, ti.task_id, index)
+        context["outlet_events"][asset].extra = asyncio.run(found_or_recorded(given, key, record))
 
     def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
         """As in Airflow; a trigger that failed or timed out does not leave its gang behind."""

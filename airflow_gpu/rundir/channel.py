@@ -22,7 +22,9 @@ from typing import Any
 
 from airflow_gpu.gang.entries import iso, seconds
 from airflow_gpu.gang.run import Attempt, CheckpointRef, Failure, Life, Seed
-from airflow_gpu.rundir.store import Exists, Missing, Store
+from airflow_gpu.rundir.contents import Contents
+from airflow_gpu.rundir.store import Exists, Missing, Store, is_plain
+from airflow_gpu.runtime.manifest import MOST_BYTES
 
 MANIFEST, BAD = "manifest.json", "bad.json"
 
@@ -256,20 +258,38 @@ class Channel:
         root = f"{self.path}/checkpoints/{life:04d}"
         found = []
         for name in await self.store.names(root):
-            files = await self.store.names(f"{root}/{name}") if not name.startswith(".") else []
-            if MANIFEST not in files or BAD in files:
-                continue  # being written, or found damaged when it was to be restored
-            manifest = await self._read(f"checkpoints/{life:04d}/{name}/{MANIFEST}")
+            manifest = await self._manifest(f"checkpoints/{life:04d}", name) if name[0] != "." else None
             if manifest is not None and _int(manifest.get("step")) is not None:
                 found.append(CheckpointRef(life, int(manifest["step"])))
         return sorted(found, key=lambda ref: ref.step)
 
+    async def _manifest(self, folder: str, name: str) -> dict[str, Any] | None:
+        """Of a complete checkpoint; None for one that is being written, or was found damaged."""
+        if is_plain(name):
+            files = await self.store.names(f"{self.path}/{folder}/{name}")
+            whole = MANIFEST in files and BAD not in files
+            return await self._read(f"{folder}/{name}/{MANIFEST}") if whole else None
+        # A program's folder, with a name that the store would refuse.
+        contents = Contents(self.store, f"{self.path}/{folder}/{name}")
+        data = await contents.read(MANIFEST, MOST_BYTES)
+        if data is None or await contents.read(BAD, 1) is not None:
+            return None
+        return _object(data)
+
     async def _read(self, path: str) -> dict[str, Any] | None:
         try:
-            body = json.loads(await self.store.get(f"{self.path}/{path}"))
-        except (Missing, ValueError):
+            return _object(await self.store.get(f"{self.path}/{path}"))
+        except Missing:
             return None
-        return body if isinstance(body, dict) else None
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    """A JSON object; None when it is none. The job's user may have written anything."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
 
 
 def _life(number: int, body: Mapping[str, Any] | None) -> Life | None:

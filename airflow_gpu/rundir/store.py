@@ -339,6 +339,10 @@ class Store:
         """
         return await self._retry(lambda: once(self._reader()), path)
 
+    async def work(self, once: Callable[[], T], path: str) -> T:
+        """The same for work on a local folder's own files, which need no obstore; the folder need not be there."""
+        return await self._retry(once, path)
+
     # -- how
 
     def _reader(self) -> Any:
@@ -425,12 +429,17 @@ class Store:
         return text
 
 
+def is_plain(name: str) -> bool:
+    """Whether a store takes this name of a file or folder; other names are for :mod:`airflow_gpu.rundir.contents`."""
+    return _SEGMENT.fullmatch(name) is not None and name not in (".", "..")
+
+
 def _check(path: str, *, writing: bool = False, folder: bool = False) -> None:
     """Refuse a path that some store would spell differently, or that would leave the root."""
     if folder and path == "":
         return
     segments = path.split("/")
-    if not all(_SEGMENT.fullmatch(s) and s not in (".", "..") for s in segments):
+    if not all(map(is_plain, segments)):
         raise StoreError(f"{path!r}: a path is segments of A-Z a-z 0-9 . _ = + - joined by single slashes")
     if writing and segments[-1].startswith(HIDDEN):
         raise StoreError(f"{path!r}: names that begin with {HIDDEN} are for unfinished files")

@@ -250,31 +250,51 @@ def seal(channel: Folder, life: int, name: str, world_size: int) -> Optional[Man
 
 
 def prune(
-    channel: Folder, life: int, keep: int, start: Optional[Start], ancestors: Sequence[int], report: Report
+    channel: Folder,
+    life: int,
+    keep: int,
+    start: Optional[Start],
+    ancestors: Sequence[int],
+    report: Report,
+    every: Optional[int] = None,
 ) -> None:
     """Let go of what no later life can need, after a commit of this life.
 
     Of what was saved through the handle, the newest ``keep`` complete ones of
-    this life stay, and always what the life started from. Unfinished ones
-    before the newest go. Once this life has ``keep`` of its own, those of its
-    ``ancestors`` go as well. Programs that write their own checkpoints rotate
-    their own: those are never touched.
+    this life stay, beside them each whose step is a multiple of ``every``, and
+    always what the life started from. Unfinished ones before the newest go.
+    Once this life has ``keep`` of its own, those of its ``ancestors`` go as
+    well, less the same multiples. Programs that write their own checkpoints
+    rotate their own: those are never touched.
     """
     own = [
         checkpoint for checkpoint in complete(channel, life, report) if checkpoint.manifest.writer == "api"
     ]
     for checkpoint in own[max(1, keep) :]:
-        _remove(channel, life, checkpoint.name, report)
+        if not is_kept(checkpoint.step, every):
+            _remove(channel, life, checkpoint.name, report)
     if own:
         _remove_partial(channel, life, own[0].step, report)
     if len(own) < keep:
         return
-    for ancestor in ancestors:
+    # Where this life has left the chain; what an ancestor wrote beyond it is of no history.
+    limit = start.step if start is not None and not start.seed else None
+    seen = {checkpoint.step for checkpoint in own}
+    for ancestor in ancestors:  # the newest first: of two with the same step the newer one stays
         for checkpoint in complete(channel, ancestor, lambda _: None):
-            kept = start is not None and (start.life, start.name) == (ancestor, checkpoint.name)
-            if checkpoint.manifest.writer == "api" and not kept:
+            step = checkpoint.step
+            kept = is_kept(step, every) and step not in seen and (limit is None or step <= limit)
+            kept = kept or (start is not None and (start.life, start.name) == (ancestor, checkpoint.name))
+            if kept:
+                seen.add(step)
+            elif checkpoint.manifest.writer == "api":
                 _remove(channel, ancestor, checkpoint.name, report)
         _remove_partial(channel, ancestor, None, report)
+
+
+def is_kept(step: int, every: Optional[int]) -> bool:
+    """Whether a checkpoint of this step stays whatever its age; not that of step 0, before any work."""
+    return every is not None and step > 0 and step % every == 0
 
 
 def _remove_partial(channel: Folder, life: int, before: Optional[int], report: Report) -> None:

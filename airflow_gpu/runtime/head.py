@@ -74,6 +74,7 @@ class Head:
             lambda: state.noticed,
             log,
             self._tasks.spawn,
+            every=job.every,
         )
         self._grace = job.stop_grace
         self._fence = 0  # number of the fence that has left us time to save

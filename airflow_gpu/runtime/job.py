@@ -78,6 +78,7 @@ class Job:
     payload: str
     mtbf: Optional[float] = None  # expected seconds between interruptions; given, the interval adapts
     since: int = 0  # lives with a lower number are no ancestors
+    every: Optional[int] = None  # beside the newest ``keep``, checkpoints of these steps' multiples are kept
     seed: Optional[Seed] = None  # where to begin while this channel has no checkpoint for it
 
     @property
@@ -135,6 +136,7 @@ class Job:
                 interval=None if interval is None else float(interval),
                 keep=max(1, int(checkpoint.get("keep", 3))),
                 payload=payload,
+                every=None if checkpoint.get("every") is None else max(1, int(checkpoint["every"])),
                 mtbf=None if checkpoint.get("mtbf") is None else float(checkpoint["mtbf"]),
                 since=int(body.get("since") or 0),
                 seed=seed

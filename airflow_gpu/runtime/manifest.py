@@ -5,7 +5,9 @@ last. This module lists, hashes and compares; which checkpoint to take is the
 business of :mod:`airflow_gpu.runtime.checkpoint`.
 
 Limits: regular files only. Symbolic links are not followed and not recorded:
-what they point at may change after the commit. Nothing is ever unpickled.
+what they point at may change after the commit. Nothing is ever unpickled. A
+manifest may have been written by anybody: one that is too large, or names a
+file outside of its folder, is refused (:class:`BadManifest`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import stat
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +41,15 @@ BLOCK = 4 << 20
 HASH_THREADS = 8
 """At most so many files at once; hashing releases the interpreter lock."""
 
+MOST_BYTES = 64 << 20
+"""A larger manifest is refused unread. About 400,000 files."""
+
+MOST = 2**63 - 1
+"""Of a step, a life, a size."""
+
 _NOT_CONTENT = frozenset({MANIFEST, BAD, COMPLETE})
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_DIGITS_OF_MOST = 20
 
 
 class BadManifest(Exception):
@@ -66,6 +78,7 @@ class Manifest:
     world_size: int
     files: Tuple[Entry, ...]
     writer: str = "api"
+    at: str = ""  # when it was written, as its writer says; empty: now
 
     def to_dict(self) -> Dict[str, Any]:
         return {
@@ -75,36 +88,90 @@ class Manifest:
             "world_size": self.world_size,
             "writer": self.writer,
             "files": [{"path": f.path, "size": f.size, "sha256": f.sha256} for f in self.files],
-            "at": utc(),
+            "at": self.at or utc(),
         }
 
     @classmethod
     def load(cls, folder: str) -> Optional[Manifest]:
         """Of the checkpoint in ``folder``; None when it has none. Raises BadManifest, OSError."""
         try:
-            with open(os.path.join(folder, MANIFEST), "rb") as file:
-                body = json.loads(file.read().decode())
+            # Not blocking: a pipe of this name would hold the reader up for ever.
+            descriptor = os.open(os.path.join(folder, MANIFEST), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except ValueError as error:
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise BadManifest("is no regular file")
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read(MOST_BYTES + 1)
+        finally:
+            os.close(descriptor)
+        return cls.parse(data)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Manifest:
+        """From the bytes of a ``manifest.json``, which anybody may have written. Raises BadManifest, nothing else."""
+        if len(data) > MOST_BYTES:
+            raise BadManifest(f"is larger than {MOST_BYTES} bytes")
+        try:
+            body = json.loads(data.decode(), parse_int=_whole, parse_constant=_no_number)
+        except (ValueError, RecursionError) as error:
             raise BadManifest(f"is no JSON: {error}") from None
         try:
-            files = tuple(Entry(_safe(f["path"]), int(f["size"]), str(f["sha256"])) for f in body["files"])
-            return cls(
-                life=int(body["life"]),
-                step=int(body["step"]),
-                world_size=int(body.get("world_size", 0)),
-                files=files,
-                writer=str(body.get("writer", "api")),
+            files = tuple(
+                Entry(_safe(f["path"]), _count(f["size"], "size"), _hex(f["sha256"])) for f in body["files"]
             )
-        except (KeyError, TypeError, ValueError) as error:
+            if len({entry.path for entry in files}) != len(files):
+                raise ValueError("files: one is listed twice")
+            return cls(
+                life=_count(body["life"], "life"),
+                step=_count(body["step"], "step"),
+                world_size=_count(body.get("world_size", 0), "world_size"),
+                files=files,
+                writer=str(body.get("writer", "api"))[:_LONGEST_WORD],
+                at=str(body.get("at", ""))[:_LONGEST_WORD],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadManifest(f"lacks or garbles {error}") from None
 
 
+_LONGEST_WORD = 64
+
+
+def _whole(text: str) -> int:
+    if len(text) > _DIGITS_OF_MOST:  # older Pythons take minutes over a million digits
+        raise ValueError("a number is too large")
+    return int(text)
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
+
+
+def _count(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST:
+        raise ValueError(f"{name} {str(value)[:_LONGEST_WORD]!r}")
+    return value
+
+
+def _hex(value: Any) -> str:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        raise ValueError(f"sha256 {str(value)[:_LONGEST_WORD]!r}")
+    return value
+
+
 def _safe(path: Any) -> str:
-    parts = str(path).split("/")
-    if not isinstance(path, str) or not path or any(part in ("", ".", "..") for part in parts):
-        raise ValueError(f"path {path!r}")
+    """A path that stays below its folder, and that a file system can have."""
+    wrong = ValueError(f"path {str(path)[:_LONGEST_WORD]!r}")
+    if not isinstance(path, str) or "\0" in path or path in _NOT_CONTENT:
+        raise wrong
+    parts = path.split("/")
+    if any(part in ("", ".", "..") for part in parts) or parts[-1].startswith(HIDDEN):
+        raise wrong
+    try:
+        os.fsencode(path)
+    except ValueError:
+        raise wrong from None
     return path
 
 

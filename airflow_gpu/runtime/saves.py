@@ -97,10 +97,12 @@ class Saves:
         noticed: Callable[[], bool],
         report: Callable[[str], None],
         spawn: Callable[[Awaitable[None]], None],
+        every: Optional[int] = None,
     ) -> None:
         self._channel = channel
         self._life = life
         self._keep = keep
+        self._every = every
         self._start = start
         self._ancestors = ancestors
         self._savers = savers
@@ -222,11 +224,20 @@ class Saves:
         if save.outcome is not None and save.outcome["ok"] and not self._pruning:
             self._pruning = True
             try:
-                await self._disk(
-                    prune, self._channel, self._life, self._keep, self._start, self._ancestors, self._report
-                )
+                await self._disk(self._prune)
             finally:
                 self._pruning = False
+
+    def _prune(self) -> None:
+        prune(
+            self._channel,
+            self._life,
+            self._keep,
+            self._start,
+            self._ancestors,
+            self._report,
+            every=self._every,
+        )
 
     def _finish(self, save: _Save, error: Optional[str]) -> None:
         if error is not None:

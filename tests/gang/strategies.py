@@ -51,6 +51,7 @@ PLACEMENTS = only(
 CHECKPOINTINGS = only(
     interval=st.none() | DURATIONS,
     keep=st.integers(min_value=1, max_value=50),
+    every=st.none() | st.integers(min_value=1, max_value=100000),
     on_change=st.sampled_from(["fresh", "resume"]),
     continue_previous=st.booleans(),
 )

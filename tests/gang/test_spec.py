@@ -225,6 +225,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("placement", {"dead_line": 1}, "unknown argument 'placement.dead_line'; did you mean 'placement.deadline'?"),
     ("placement", 3, "placement must be a Placement or a dict, got 3"),
     ("checkpointing", {"keep": 0}, "checkpointing.keep must be at least 1, got 0"),
+    ("checkpointing", {"every": 0}, "checkpointing.every must be at least 1, got 0"),
     ("checkpointing", None, "checkpointing must be a Checkpointing or a dict, got None"),
     ("recovery", {"mode": "all"}, "recovery.mode must be one of 'infra', 'any' or 'never', got 'all'"),
     ("recovery", {"on_clear": "resum"}, "recovery.on_clear must be one of 'resume' or 'fresh' (did you mean 'resume'?), got 'resum'"),

@@ -190,6 +190,40 @@ def test_retention(tmp_path: Path) -> None:
     assert steps(tmp_path, 2) == [40]  # no ancestor of this life
 
 
+def test_retention_keeps_every_nth_step(tmp_path: Path) -> None:
+    """Also of ancestors, as far as they are this life's history; of two with the same step the newer one."""
+    channel = Folder(str(tmp_path))
+    for step in (50, 100, 110, 200, 300):
+        save(tmp_path, 1, step)
+    start = Start(1, 110, "step-000000110", "", True)
+    for step in (150, 200, 210, 220):
+        save(tmp_path, 2, step)
+    prune(channel, 2, 1, start, (1,), print, every=100)
+    assert steps(tmp_path, 2) == [200, 220]
+    assert steps(tmp_path, 1) == [100, 110]
+    later = Start(2, 220, "step-000000220", "", True)
+    save(tmp_path, 3, 230)
+    prune(channel, 3, 1, later, (2, 1), print, every=100)
+    assert (steps(tmp_path, 1), steps(tmp_path, 2), steps(tmp_path, 3)) == ([100], [200, 220], [230])
+
+
+def test_a_gang_keeps_every_nth_step(bed: Bed) -> None:
+    """From the payload to the disk, through a preemption."""
+    job = bed.payload(
+        script="""
+        from airflow_gpu.runtime import gang
+        with gang() as g:
+            start = g.checkpoint.restore(lambda d: None)
+            for step in range(start + 1, start + 8):
+                with g.checkpoint.save(step) as d:
+                    (d / f"rank{g.rank}").write_text(str(step))
+        """,
+        checkpoint={"interval": None, "keep": 2, "every": 3},
+    )
+    assert bed.run(job) == [0, 0]
+    assert sorted(bed.manifests()) == [3, 6, 7]
+
+
 def test_retention_leaves_what_programs_wrote(tmp_path: Path) -> None:
     path = save(tmp_path, 1, 10, name="checkpoint-10")
     manifest = Manifest.load(str(path))

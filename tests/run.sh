@@ -88,6 +88,11 @@ others=$(ls tests/airflow/test_*.py | grep -v -x -F "$(printf '%s\n' $accidents)
 at_once "accidents of a real Airflow" "$PY -m pytest -q $accidents" \
   "in a real Airflow" "$PY -m pytest -q $others tests/sweep/test_airflow.py"
 stop_if_failed
+# Where the libraries cannot be installed (6 GB), the tests that need them are skipped, and the summary says so.
+stage "libraries of frameworks" make --no-print-directory frameworks
+FAILED=0
+stage "frameworks" "$PY" -m pytest -q tests/frameworks
+stop_if_failed
 stage "demo" "$PY" -m tests.beds.demo --home "$LOG/demo"
 stage "documentation" "$PY" -m pytest -q tests/docs
 summary

@@ -37,7 +37,7 @@ async def test_preempted_it_goes_on(bed: LocalBed, tmp_path: Path) -> None:  # n
         checkpointing={"interval": 1},
         time_limit="20m",
     )
-    played = await (await play(bed, tmp_path / "state", gang)).start()
+    played = (await play(bed, tmp_path / "state", gang)).start()
     await played.until_step(20)
     await bed.preempt(played.job, notice=True)
     verdict = await played.verdict()

@@ -21,7 +21,7 @@ Example::
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,8 @@ __all__ = ["dcp_restore", "dcp_save"]
 
 State = Dict[str, Any]
 
-_group: Optional[Any] = None
-"""For saves alone: in the background they must not mix with the collectives of the training."""
+_group: Optional[Tuple[Any, Any]] = None
+"""The program's process group, and one for saves alone: in the background they must not mix with its collectives."""
 
 
 def dcp_save(g: Gang, step: int, state: State, *, wait: bool = True) -> None:
@@ -84,9 +84,10 @@ def _saving_group(g: Gang) -> Any:
                 "call torch.distributed.init_process_group() first: all ranks save one state together"
             )
         return None
-    if _group is None:
-        _group = dist.new_group(backend="gloo")
-    return _group
+    world = dist.group.WORLD
+    if _group is None or _group[0] is not world:
+        _group = (world, dist.new_group(backend="gloo"))
+    return _group[1]
 
 
 def _values(state: State) -> State:

@@ -6,7 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 export UV_PYTHON_DOWNLOADS := never
 
-.PHONY: demo test test-all lint bench clean
+# PyTorch, JAX and the like for the tests of airflow_gpu.frameworks: 3 GB to fetch, 6 GB on disk, so one for all checkouts.
+FRAMEWORKS ?= $(HOME)/.cache/airflow-gpu/frameworks
+FRAMEWORKS_ROOM := 12
+
+.PHONY: demo test test-all lint bench frameworks clean
 
 demo: $(STAMP) ## train a model through two preemptions, inside a real Airflow
 	@$(BIN)/python -m tests.beds.demo $(if $(KEEP),--keep)
@@ -39,6 +43,20 @@ $(STAMP): pyproject.toml constraints.txt
 	  $(BIN)/python -m pip install --quiet --no-deps -e .; \
 	fi; \
 	touch $(STAMP)
+
+# Compiled at once: otherwise every rank of a test compiles a thousand modules.
+frameworks: $(STAMP) ## the libraries that tests/frameworks runs with
+	@set -euo pipefail; \
+	python=$$(realpath $(BIN)/python); pins=$$(cat constraints-frameworks.txt <(echo "$$python") | sha256sum); \
+	if test "$$(cat $(FRAMEWORKS)/.pins 2>/dev/null)" = "$$pins"; then exit 0; fi; \
+	UV=$$(command -v uv || echo $(BIN)/uv); \
+	test -x "$$UV" || { echo "uv is needed for this one"; exit 1; }; \
+	mkdir -p "$$(dirname $(FRAMEWORKS))"; \
+	free=$$(df --output=avail -BG "$$(dirname $(FRAMEWORKS))" | tail -1 | tr -dc 0-9); \
+	test "$$free" -ge $(FRAMEWORKS_ROOM) || { echo "$${free} GB are free, $(FRAMEWORKS_ROOM) are needed"; exit 1; }; \
+	"$$UV" venv --quiet --clear --python "$$python" $(FRAMEWORKS); \
+	"$$UV" pip install --quiet --python $(FRAMEWORKS)/bin/python --require-hashes --compile-bytecode -r constraints-frameworks.txt; \
+	echo "$$pins" > $(FRAMEWORKS)/.pins
 
 clean:
 	rm -rf $(VENV) .demo

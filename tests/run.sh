@@ -103,6 +103,11 @@ behind "conformance" "$PY -m pytest -q tests/conformance $table" \
 stage "in a real Airflow" "$PY" -m pytest -q $others tests/sweep/test_airflow.py
 join
 stop_if_failed
+# Where the libraries cannot be installed (6 GB), the tests that need them are skipped, and the summary says so.
+stage "libraries of frameworks" make --no-print-directory frameworks
+FAILED=0
+stage "frameworks" "$PY" -m pytest -q tests/frameworks
+stop_if_failed
 stage "demo" "$PY" -m tests.beds.demo --home "$LOG/demo"
 stage "documentation" "$PY" -m pytest -q tests/docs
 summary

@@ -2,7 +2,8 @@
 
 Purpose: an image needs Python 3.8 and nothing else. The archive is the same
 byte for byte wherever it is built from the same sources, so its SHA-256 tells
-versions apart.
+versions apart. It holds the runtime, and the modules for frameworks, which are
+loaded only by programs that ask for them.
 
 Limits: not compressed, since compressors differ between Python builds.
 
@@ -45,12 +46,13 @@ sys.exit(main())
 @functools.lru_cache(maxsize=1)
 def build() -> bytes:
     """The archive. Raises OSError when the package's sources are not there as files."""
-    folder = os.path.dirname(os.path.abspath(__file__))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     members: Dict[str, bytes] = {"__main__.py": MAIN.encode()}
-    for name in os.listdir(folder):
-        if name.endswith(".py"):
-            with open(os.path.join(folder, name), "rb") as file:
-                members[f"airflow_gpu/runtime/{name}"] = file.read()
+    for folder in ("runtime", "frameworks"):
+        for name in os.listdir(os.path.join(package, folder)):
+            if name.endswith(".py"):
+                with open(os.path.join(package, folder, name), "rb") as file:
+                    members[f"airflow_gpu/{folder}/{name}"] = file.read()
     members["airflow_gpu/__init__.py"] = members["airflow_gpu/runtime/_stub.py"]
     buffer = io.BytesIO()
     buffer.write(SHEBANG)

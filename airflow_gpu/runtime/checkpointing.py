@@ -31,7 +31,7 @@ from airflow_gpu.runtime.manifest import (
 )
 from airflow_gpu.runtime.member import GangError, Leave, Member, say
 from airflow_gpu.runtime.wire import HASH_SECONDS, LIST_SECONDS, WRITE_SECONDS, Message
-from airflow_gpu.runtime.words import EXIT_PREEMPTED
+from airflow_gpu.runtime.words import EXIT_PREEMPTED, SCRATCH
 
 GO_SECONDS = 120.0
 """For node 0 to make the folder of a save."""
@@ -197,7 +197,7 @@ class _Save:
         self.hold = bool(go.get("hold"))
         if go["skip"]:
             say(f"step {self.step} is saved already; this save goes to a temporary folder")
-            self._scratch = tempfile.TemporaryDirectory(prefix="gang-save-")
+            self._scratch = tempfile.TemporaryDirectory(prefix=SCRATCH)
             return Path(self._scratch.name)
         self._folder = self._channel.folder(str(go["dir"]))
         return Path(self._folder)

@@ -86,3 +86,7 @@ class Log:
             sys.stderr.flush()
         except (OSError, ValueError):  # nobody reads it any more; that is no reason to fail
             pass
+
+
+SCRATCH = "gang-save-"
+"""How the name of a temporary folder begins that stands in for a checkpoint's, when its step is saved already."""

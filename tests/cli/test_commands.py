@@ -147,7 +147,8 @@ async def test_cancel_a_lost_job(plant: Plant, shell: Shell) -> None:
     held = await plant.begin(plant.key())
     await plant.store.delete_tree(held.journal.path)
     [row] = (await shell.json("gangs"))["gangs"]
-    assert (row["mark"], row["state"]) == ("lost", "running")
+    assert row["mark"] == "lost"
+    assert row["state"] in ("starting", "running")
     assert "ended" in (await shell("cancel", row["job"])).stdout
     assert await plant.state(held) is State.CANCELLED
 
@@ -255,7 +256,7 @@ async def test_a_process_without_airflow(plant: Plant, shell: Shell) -> None:
     assert listed.returncode == 0, listed.stderr
     assert "IMPORTED False" in listed.stderr
     [gang] = json.loads(listed.stdout)["gangs"]
-    assert gang["state"] == "running"
+    assert gang["state"] in ("starting", "running")
     ended = await asyncio.to_thread(airflow_gpu, "cancel", gang["job"])
     assert ended.returncode == 0, ended.stderr
     assert "IMPORTED False" in ended.stderr

@@ -63,7 +63,7 @@ def bug(
     return add
 
 
-@bug("an attempt is journalled after its submit", "a long program", "stop orphan")
+@bug("an attempt is journalled after its submit", "what is free changes", "twice again")
 def _submit_first() -> list[Any]:
     real = acting.Actor._append
 
@@ -180,7 +180,7 @@ def _not_absorbing() -> list[Any]:
     return [mock.patch.object(lifecycle, "_judge", judge)]
 
 
-@bug("a stop that met an error is not asked for again", "a long program", "stop orphan")
+@bug("a stop that met an error is not asked for again", "mark failed", "stop orphan")
 def _stop_once() -> list[Any]:
     real = Stopping._ask_to_end
     asked: set[tuple[int, int]] = set()

@@ -186,6 +186,14 @@ SCENARIOS = [
         attempts=2,
     ),
     Scenario(
+        "what is free changes",
+        nothing,
+        fates({}, Fate(slow=4)),
+        targets=("here", "there"),
+        free=lambda name, now: 2 if (name == "here") == (now() < 5) else 0,
+        poll=10,
+    ),
+    Scenario(
         "out of reach, and moves to another target",
         nothing,
         fates({(1, 0): Fate(slow=60)}),

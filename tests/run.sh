@@ -28,32 +28,6 @@ ended() { # NAME RC SECONDS OUTPUT
   if [ "$2" != 0 ]; then FAILED=1; fi
 }
 
-# Stages that mostly wait run one after the other behind those that follow; `join` prints them.
-behind() { # NAME "COMMAND" [NAME "COMMAND" ...]
-  (
-    n=0
-    while [ $# -gt 0 ]; do
-      began=$SECONDS
-      eval "$2" > "$LOG/behind.$n" 2>&1
-      echo "$? $((SECONDS - began)) $1" > "$LOG/behind.$n.ended"
-      n=$((n + 1)); shift 2
-    done
-  ) &
-  BEHIND=$!
-}
-
-join() {
-  local file rc seconds name
-  wait $BEHIND
-  for file in "$LOG"/behind.*.ended; do
-    read -r rc seconds name < "$file"
-    printf '\n=== %s\n' "$name"
-    cat "${file%.ended}"
-    ended "$name" "$rc" "$seconds" "${file%.ended}"
-  done
-  rm -f "$LOG"/behind.*
-}
-
 summary() {
   printf '\n=== Summary\n'
   printf '%s\n' "${SUMMARY[@]}"
@@ -80,29 +54,24 @@ if ! command -v mpirun >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/
 fi
 stage "request and lifecycle" "$PY" -m pytest -q tests/gang tests/placement
 stop_if_failed
-behind "runtime in the job" "$PY -m pytest -q tests/runtime"
+stage "runtime in the job" "$PY" -m pytest -q tests/runtime
 stage "run directory and stores" "$PY" -m pytest -q tests/rundir tests/checkpoints
 stage "driver" "$PY" -m pytest -q tests/driver
-join
 stop_if_failed
-behind "local target" "$PY -m pytest -q tests/targets"
+stage "local target" "$PY" -m pytest -q tests/targets
 stage "sweep and commands" "$PY" -m pytest -q tests/sweep tests/cli --ignore tests/sweep/test_airflow.py
-join
 stop_if_failed
 if [ "$MODE" = --all ]; then export FAULTS=all FAULT_RUNS=500; fi
 stage "faults at every call" "$PY" -m pytest -q -s tests/faults
 stop_if_failed
+if [ "$MODE" = --all ]; then
+  stage "conformance" "$PY" -m pytest -q tests/conformance --table docs/conformance.md
+else
+  stage "conformance" "$PY" -m pytest -q tests/conformance
+fi
+stop_if_failed
 stage "pages in the UI" "$PY" -m pytest -q tests/plugin
-stop_if_failed
-table=""
-if [ "$MODE" = --all ]; then table="--table docs/conformance.md"; fi
-accidents="tests/airflow/test_accidents.py tests/airflow/test_backfill.py tests/airflow/test_backups.py"
-others=$(ls tests/airflow/test_*.py | grep -v -x -F "$(printf '%s\n' $accidents)" | tr '\n' ' ')
-behind "conformance" "$PY -m pytest -q tests/conformance $table" \
-  "accidents of a real Airflow" "$PY -m pytest -q $accidents"
-stage "in a real Airflow" "$PY" -m pytest -q $others tests/sweep/test_airflow.py
-join
-stop_if_failed
+stage "in a real Airflow" "$PY" -m pytest -q tests/airflow tests/sweep/test_airflow.py
 # 6 GB of libraries: installed with --all, used where `make frameworks` has put them before; else skipped, loudly.
 if [ "$MODE" = --all ]; then stage "libraries of frameworks" make --no-print-directory frameworks; FAILED=0; fi
 stage "frameworks" "$PY" -m pytest -q tests/frameworks

@@ -63,8 +63,10 @@ class GangFailed(AirflowException):
 
 def _check_arguments(operator: str, gang: object, given: Mapping[str, Any]) -> None:
     """Fields of the gang that were handed to the operator itself are named, with their place."""
-    known = set(inspect.signature(BaseOperator.__init__).parameters)
-    fields = [name for name in given if name in Gang.model_fields and (gang is None or name not in known)]
+    fields = [name for name in given if name in Gang.model_fields]
+    if fields and gang is not None:  # rare: a signature is not looked up for each operator of a DAG
+        known = inspect.signature(BaseOperator.__init__).parameters
+        fields = [name for name in fields if name not in known]
     if gang is None or fields:
         inner = ", ".join(
             f"{name}=..." for name in fields or ("nodes", "gpus_per_node", "command", "targets")

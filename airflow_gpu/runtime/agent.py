@@ -26,18 +26,22 @@ from airflow_gpu.runtime.checkpoint import life_folder
 from airflow_gpu.runtime.claim import AlreadyDone, Claim, NoLife, NotClaimed, await_life, claim, life_root
 from airflow_gpu.runtime.control import FLUSH_SECONDS, Server, control_address, listen
 from airflow_gpu.runtime.environment import Place, mpi_environment, node_environment, rank_environment
-from airflow_gpu.runtime.files import Folder
+from airflow_gpu.runtime.files import Channel
 from airflow_gpu.runtime.head import Head
 from airflow_gpu.runtime.job import Job, Node, Unusable
+from airflow_gpu.runtime.objects import NoClient, Objects
+from airflow_gpu.runtime.opening import Scratch, open_channel, take_credentials
 from airflow_gpu.runtime.ranks import Processes, Rank
 from airflow_gpu.runtime.records import create_surely, failure_record, node_record
 from airflow_gpu.runtime.remote import Remote, write_tools
+from airflow_gpu.runtime.transfer import Transfer, brought
 from airflow_gpu.runtime.wire import AGENT, Link, Message, Refused, Unreachable
 from airflow_gpu.runtime.words import (
     EXIT_FAILED,
     EXIT_NOT_CLAIMED,
     EXIT_NOT_WHOLE,
     EXIT_PREEMPTED,
+    EXIT_USAGE,
     NOTICE_SIGNALS,
     VERSION,
     Log,
@@ -72,7 +76,10 @@ class Agent:
         self.job = job
         self.node = node
         self.log = Log(f"attempt {job.attempt} node {node.rank}")
-        self.channel = Folder(job.channel)
+        self.scratch = Scratch()
+        self.channel: Channel
+        self.seed: Channel  # of the checkpoint of another place to begin from, where there is one
+        self.transfer: Optional[Transfer] = None
         self.inbox: queue.SimpleQueue[Tuple[str, Any]] = queue.SimpleQueue()
         self.processes = Processes(lambda rank: self.inbox.put(("ended", rank)))
         self.claim: Claim
@@ -108,9 +115,16 @@ class Agent:
                 target=self._watch_guard, args=(self._guard,), name="gang-guard", daemon=True
             ).start()
         try:
+            self._open()
             joined = self._join()
             while self.code is None and joined:
                 self._turn()
+        except (Unusable, NoClient) as error:
+            self.log(str(error))
+            self.code = EXIT_USAGE
+        except OSError as error:
+            self.log(f"the channel cannot be reached: {error}")
+            self.code = EXIT_NOT_WHOLE
         except AlreadyDone as error:
             self.log(str(error))
             self.code = 0
@@ -128,6 +142,20 @@ class Agent:
             self._close()
         return EXIT_PREEMPTED if self.code is None else self.code
 
+    def _open(self) -> None:
+        """The channel. Raises NoClient, Unusable."""
+        take_credentials(self.job.secrets())
+        try:
+            self.channel = self.seed = open_channel(self.job.channel, self.job.store, self.scratch, "channel")
+            if self.job.seed is not None:
+                seed = self.job.seed
+                self.seed = open_channel(seed.channel, seed.store, self.scratch, "seed")
+        except OSError as error:
+            raise Unusable(str(error)) from None
+        if isinstance(self.channel, Objects):
+            self.transfer = transfer = Transfer(self.channel, self._send, self.log)
+            self._handlers.update({"list": transfer.list, "upload": transfer.upload, "drop": transfer.drop})
+
     # -- joining ----------------------------------------------------------------------------------
 
     def _join(self) -> bool:
@@ -136,7 +164,7 @@ class Agent:
         if self.node.rank == 0:
             sock = listen(self.node.address)
             address = control_address(sock, self.node.address)
-            self.claim = claim(self.channel, self.job, self.node, address, self.log)
+            self.claim = claim(self.channel, self.job, self.node, address, self.log, self.seed)
             start = self.claim.start
             self.log(
                 f"life {self.claim.life} is claimed, "
@@ -237,6 +265,8 @@ class Agent:
                 handler(value)
         elif kind == "ended":
             self._on_ended(value)
+        elif kind == "brought":
+            self._launch(*value)
         elif kind == "signal":
             self._on_signal(value)
         elif kind == "lost":
@@ -254,9 +284,31 @@ class Agent:
         self._record_if_ended()
 
     def _on_start(self, m: Message) -> None:
+        """All nodes are there. What they start from comes to this node first, beside the main loop if it takes time."""
         self.started = True
+        restore: Optional[Message] = m.get("restore")
+        channel = self.seed if restore is not None and restore.get("seed") else self.channel
+        if restore is None or channel.shared:
+            self._launch(m, channel.path(str(restore["dir"])) if restore else "", "")
+            return
+
+        def work() -> None:
+            self.inbox.put(("brought", (m, *brought(channel, str(restore["dir"])))))
+
+        threading.Thread(target=work, name="gang-restore", daemon=True).start()
+
+    def _launch(self, m: Message, where: str, error: str) -> None:
+        """Start the ranks, with the checkpoint at ``where``; or say why not."""
+        if self.recorded or self.code is not None:
+            return
+        if self.processes.stopped:
+            error = error or "the gang was ended before its ranks were started"
+        if error:
+            self.log(error)
+            self._send({"t": "broken", "message": error, "started": 0})
+            return
         try:
-            place = self._place(m)
+            place = self._place(m, where)
             secrets = self.job.secrets()
             self.environment = node_environment(place, os.environ, secrets)
             if self.job.launch == "head":
@@ -267,16 +319,22 @@ class Agent:
                     env = rank_environment(place, self.environment, local)
                 else:
                     number, env = self.node.rank, self.environment
-                log = self.channel.path(f"{life_root(self.claim.life)}/logs/rank-{number:05d}.log")
-                self.processes.start(number, local, self.job.command, env, log)
+                logs = f"{life_root(self.claim.life)}/logs"
+                name = f"{logs}/rank-{number:05d}"
+                self.channel.folder(logs)
+                self.processes.start(number, local, self.job.command, env, self.channel.path(f"{name}.log"))
+                if self.transfer is not None:
+                    self.transfer.follow(name, close=local == 0)
         except (OSError, Unusable) as error:
             self.log(f"the ranks cannot be started: {error}")
             self._send({"t": "broken", "message": str(error), "started": len(self.processes.ranks)})
             return
+        if self.noticed is not None:  # it came while the checkpoint was on its way
+            self.processes.terminate(list(self.processes.ranks))
         count = len(self.processes.ranks)
         self.log(f"started {count} process{'' if count == 1 else 'es'}: {self.job.command[0]}")
 
-    def _place(self, m: Message) -> Place:
+    def _place(self, m: Message, restore: str) -> Place:
         self._tools = tempfile.mkdtemp(prefix="gang-")
         hostfile, hydra, rsh = write_tools(self._tools, self.job, m["nodes"], RUNTIME)
         return Place(
@@ -292,6 +350,8 @@ class Agent:
             hostfile=hostfile,
             hydra_hostfile=hydra,
             rsh=rsh,
+            restore=restore,
+            verified=bool(restore) and (not self.channel.shared or bool(m["restore"]["verified"])),
         )
 
     def _on_signal(self, number: int) -> None:
@@ -341,6 +401,8 @@ class Agent:
             return  # node 0 says when: its record is the last, and a node without ranks ends with the others
         self.recorded = True
         self.processes.kill()  # what ranks left behind
+        if self.transfer is not None:
+            self.transfer.finish()
         ranks = [rank.to_dict() for _, rank in sorted(self.processes.ranks.items())]
         self.unwritten = not create_surely(
             self.channel,
@@ -414,5 +476,8 @@ class Agent:
         if self.server is not None:
             self.server.call(self.server.stop)
             self.server.join(FLUSH_SECONDS + 1.0)
+        if self.transfer is not None:
+            self.transfer.close()
+        self.scratch.remove()
         if self._tools:
             shutil.rmtree(self._tools, ignore_errors=True)

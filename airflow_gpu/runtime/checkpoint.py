@@ -14,23 +14,24 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
-from airflow_gpu.runtime.files import Exists, Folder, to_json
+from airflow_gpu.runtime.files import Channel, Exists, Folder, Missing, to_json
 from airflow_gpu.runtime.manifest import (
     BAD,
     COMPLETE,
     MANIFEST,
     BadManifest,
+    Entry,
     Manifest,
     contents_differ,
     hash_files,
     listing,
     sizes_differ,
 )
+from airflow_gpu.runtime.objects import Objects
 from airflow_gpu.runtime.words import VERSION, utc
 
 VERIFY_SECONDS = 60.0
@@ -76,18 +77,21 @@ class Start:
     life: int
     step: int
     name: str
-    path: str
     verified: bool
     seed: bool = False  # of another channel: no life here is its ancestor
     world_size: int = 0  # ranks that saved it
 
+    @property
+    def folder(self) -> str:
+        """Below its channel."""
+        return f"{life_folder(self.life)}/{self.name}"
+
     def to_dict(self) -> Dict[str, Any]:
-        """The life's ``from``. ``dir`` is below the channel, or where it is on this node for a seed."""
-        where = self.path if self.seed else f"{life_folder(self.life)}/{self.name}"
+        """The life's ``from``. ``dir`` is below the channel, that of the payload's seed for a seed."""
         return {
             "life": self.life,
             "step": self.step,
-            "dir": where,
+            "dir": self.folder,
             **({"seed": True} if self.seed else {}),
         }
 
@@ -101,34 +105,45 @@ class Ancestor:
     start_step: Optional[int] = None
 
 
-def complete(channel: Folder, life: int, report: Report) -> List[Found]:
+def complete(channel: Channel, life: int, report: Report) -> List[Found]:
     """Checkpoints of a life that have a manifest, the furthest first. Their files are not looked at."""
     return complete_in(channel, life_folder(life), life, report)
 
 
-def complete_in(channel: Folder, root: str, life: int, report: Report) -> List[Found]:
+def complete_in(channel: Channel, root: str, life: int, report: Report) -> List[Found]:
     """The same for any folder below the channel."""
     found: List[Found] = []
     for name in channel.names(root):
-        path = channel.path(f"{root}/{name}")
+        where = f"{root}/{name}"
+        path = channel.path(where)
         if os.path.islink(path):  # a program's "latest"
             continue
         try:
-            manifest = Manifest.load(path)
+            manifest = manifest_of(channel, where)
+            if manifest is None:
+                continue
+            if channel.exists(f"{where}/{BAD}"):
+                report(f"checkpoint {where} is passed over: a rank found it damaged ({BAD})")
+                continue
         except (BadManifest, OSError) as error:
-            report(f"checkpoint {root}/{name} is passed over: its manifest {error}")
-            continue
-        if manifest is None:
-            continue
-        if os.path.exists(os.path.join(path, BAD)):
-            report(f"checkpoint {root}/{name} is passed over: a rank found it damaged ({BAD})")
+            report(f"checkpoint {where} is passed over: its manifest {error}")
             continue
         found.append(Found(life, manifest.step, name, path, manifest))
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.name), reverse=True)
 
 
+def manifest_of(channel: Channel, where: str) -> Optional[Manifest]:
+    """Of the checkpoint in this folder of the channel; None when it has none. Raises BadManifest, OSError."""
+    if channel.shared:
+        return Manifest.load(channel.path(where))
+    try:
+        return Manifest.parse(channel.read(f"{where}/{MANIFEST}"))
+    except Missing:
+        return None
+
+
 def candidates(
-    channel: Folder, ancestors: Sequence[Ancestor], report: Report, limit: Optional[int] = None
+    channel: Channel, ancestors: Sequence[Ancestor], report: Report, limit: Optional[int] = None
 ) -> Iterator[Found]:
     """Down the chain, best first. ``ancestors``: the earlier lives in order of their numbers.
 
@@ -151,7 +166,7 @@ def candidates(
 
 
 def choose(
-    channel: Folder,
+    channel: Channel,
     ancestors: Sequence[Ancestor],
     report: Report,
     seconds: float,
@@ -160,32 +175,53 @@ def choose(
     """The checkpoint to start from, or None. Spends at most ``seconds`` on hashing."""
     until = time.monotonic() + seconds
     for checkpoint in candidates(channel, ancestors, report, limit):
-        where = f"checkpoint {life_folder(checkpoint.life)}/{checkpoint.name}"
-        files = checkpoint.manifest.files
-        wrong, whole = sizes_differ(checkpoint.path, files), False
-        if wrong is None:
-            wrong, whole = contents_differ(checkpoint.path, files, max(0.0, until - time.monotonic()))
+        where = f"{life_folder(checkpoint.life)}/{checkpoint.name}"
+        wrong, whole = differs(channel, where, checkpoint.manifest.files, max(0.0, until - time.monotonic()))
         if wrong is not None:
-            report(f"{where} is passed over: {wrong}")
+            report(f"checkpoint {where} is passed over: {wrong}")
             continue
         if not whole:
-            report(f"{where}: not all of it could be hashed in {seconds:.0f} s; the ranks do the rest")
+            report(
+                f"checkpoint {where}: not all of it could be hashed in {seconds:.0f} s; the rest comes later"
+            )
         return Start(
             checkpoint.life,
             checkpoint.step,
             checkpoint.name,
-            checkpoint.path,
             whole,
             world_size=checkpoint.manifest.world_size,
         )
     return None
 
 
-def mark_bad(path: str, reason: str) -> None:
-    """So that no later life takes the checkpoint at ``path``."""
-    folder = Folder(path)
+def differs(
+    channel: Channel, where: str, files: Sequence[Entry], seconds: Optional[float]
+) -> Tuple[Optional[str], bool]:
+    """What is wrong with these files of a checkpoint (None: nothing seen), and whether all of them were hashed.
+
+    Where the channel is no folder they are on this node afterwards. Raises
+    OSError when a store does not answer.
+    """
+    if isinstance(channel, Objects):
+        sizes = channel.sizes(where)
+        for entry in files:
+            size = sizes.get(entry.path)
+            if size is None:
+                return f"{entry.path} is not there", False
+            if size != entry.size:
+                return f"{entry.path} has {size} bytes instead of {entry.size}", False
+        return channel.fetch(where, files, seconds)
+    folder = channel.path(where)
+    wrong = sizes_differ(folder, files)
+    return (wrong, False) if wrong is not None else contents_differ(folder, files, seconds)
+
+
+def mark_bad(channel: Channel, where: str, reason: str) -> None:
+    """So that no later life takes the checkpoint in this folder of the channel."""
     try:
-        folder.create(BAD, to_json({"v": VERSION, "reason": reason, "at": utc()}))
+        channel.create(
+            f"{where}/{BAD}" if where else BAD, to_json({"v": VERSION, "reason": reason, "at": utc()})
+        )
     except Exists:
         pass
 
@@ -199,13 +235,16 @@ def step_in(name: str) -> Optional[int]:
     return int(digits[-1]) if digits else None
 
 
-def unfinished(channel: Folder, life: int) -> List[str]:
-    """Folders below a life's checkpoints that a program wrote and that have no manifest yet, the furthest last."""
+def unfinished(here: Folder, life: int) -> List[str]:
+    """Folders below a life's checkpoints that a program wrote and that have no manifest yet, the furthest last.
+
+    ``here``: the channel, or this node's folder that goes with it.
+    """
     root = life_folder(life)
-    names = channel.names(root)
+    names = here.names(root)
     found = []
     for name in names:
-        path = channel.path(f"{root}/{name}")
+        path = here.path(f"{root}/{name}")
         if (
             step_in(name) is not None
             and saving_mark(name) not in names
@@ -217,32 +256,35 @@ def unfinished(channel: Folder, life: int) -> List[str]:
     return sorted(found, key=lambda name: (step_in(name) or 0, name))
 
 
-def declared(channel: Folder, life: int) -> List[str]:
+def declared(here: Folder, life: int) -> List[str]:
     """Those of them that the program itself has called complete."""
     root = life_folder(life)
-    return [
-        name
-        for name in unfinished(channel, life)
-        if os.path.exists(channel.path(f"{root}/{name}/{COMPLETE}"))
-    ]
+    return [name for name in unfinished(here, life) if here.exists(f"{root}/{name}/{COMPLETE}")]
 
 
-def seal(channel: Folder, life: int, name: str, world_size: int) -> Optional[Manifest]:
-    """Give a program's checkpoint its manifest. None when it has no files, or is gone by now."""
+def seal(
+    channel: Channel, life: int, name: str, world_size: int, entries: Optional[Sequence[Entry]] = None
+) -> Optional[Manifest]:
+    """Give a program's checkpoint its manifest. None when it has no files, or is gone by now.
+
+    ``entries``: its files, where it takes all nodes to know them; None: those that lie there.
+    """
     root = f"{life_folder(life)}/{name}"
     path = channel.path(root)
-    try:
-        names = listing(path)
-        entries = hash_files(path, names)
-    except OSError:  # programs delete their older ones; perhaps just now
-        return None
+    if entries is None:
+        try:
+            entries = hash_files(path, listing(path))
+        except OSError:  # programs delete their older ones; perhaps just now
+            return None
     if not entries:
         return None
     manifest = Manifest(life, step_in(name) or 0, world_size, tuple(entries), writer="program")
-    try:
-        channel.create(f"{root}/{MANIFEST}", to_json(manifest.to_dict()))
-    except Exists:
-        pass
+    data = to_json(manifest.to_dict())
+    for place in (channel, *(() if channel.shared else (Folder(channel.root),))):
+        try:
+            place.create(f"{root}/{MANIFEST}", data)
+        except Exists:
+            pass
     return manifest
 
 
@@ -250,7 +292,7 @@ def seal(channel: Folder, life: int, name: str, world_size: int) -> Optional[Man
 
 
 def prune(
-    channel: Folder,
+    channel: Channel,
     life: int,
     keep: int,
     start: Optional[Start],
@@ -297,31 +339,23 @@ def is_kept(step: int, every: Optional[int]) -> bool:
     return every is not None and step > 0 and step % every == 0
 
 
-def _remove_partial(channel: Folder, life: int, before: Optional[int], report: Report) -> None:
+def _remove_partial(channel: Channel, life: int, before: Optional[int], report: Report) -> None:
     root = life_folder(life)
     for mark in channel.names(root):
         if not (mark.startswith(".") and mark.endswith(SAVING)):
             continue
         name = mark[1 : -len(SAVING)]
         step = step_in(name)
-        if os.path.exists(channel.path(f"{root}/{name}/{MANIFEST}")):
-            _forget(channel.path(f"{root}/{mark}"))  # committed; only the mark was left behind
+        if channel.exists(f"{root}/{name}/{MANIFEST}"):
+            channel.remove(f"{root}/{mark}")  # committed; only the mark was left behind
         elif before is None or (step is not None and step < before):
             _remove(channel, life, name, report)
-            _forget(channel.path(f"{root}/{mark}"))
+            channel.remove(f"{root}/{mark}")
 
 
-def _remove(channel: Folder, life: int, name: str, report: Report) -> None:
-    path = channel.path(f"{life_folder(life)}/{name}")
+def _remove(channel: Channel, life: int, name: str, report: Report) -> None:
+    where = f"{life_folder(life)}/{name}"
     # The manifest first: half of a checkpoint must not look like one.
-    _forget(os.path.join(path, MANIFEST))
-    shutil.rmtree(path, ignore_errors=True)
-    if os.path.exists(path):
-        report(f"could not remove the old checkpoint {life_folder(life)}/{name}")
-
-
-def _forget(path: str) -> None:
-    try:
-        os.unlink(path)
-    except OSError:
-        pass
+    channel.remove(f"{where}/{MANIFEST}")
+    if not channel.remove_tree(where):
+        report(f"could not remove the old checkpoint {where}")

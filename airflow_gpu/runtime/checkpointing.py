@@ -161,7 +161,7 @@ class GangCheckpoint:
         share = sorted(manifest.files, key=lambda entry: entry.path)[identity.rank :: identity.world_size]
         wrong = sizes_differ(folder, share) or contents_differ(folder, share, None)[0]
         if wrong is not None:
-            mark_bad(folder, wrong)
+            mark_bad(Folder(folder), "", wrong)
             raise CheckpointError(f"checkpoint {folder} is damaged, the next life will not take it: {wrong}")
 
     def due(self, step: int) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from airflow_gpu.runtime.checkpoint import VERIFY_SECONDS, Ancestor, Start, choose, life_folder
-from airflow_gpu.runtime.files import Channel, Exists, Folder, Missing, Torn, read_json, to_json
+from airflow_gpu.runtime.files import Channel, Exists, Missing, Torn, read_json, to_json
 from airflow_gpu.runtime.interval import observed_mtbf
 from airflow_gpu.runtime.job import Job, Node, Seed
 from airflow_gpu.runtime.words import VERSION, parse_utc, utc
@@ -200,8 +200,17 @@ def ancestors_of(found: List[Entry], job: Job) -> List[Ancestor]:
     return [Ancestor(e.number, *(e.start or (None, None))) for e in lives]
 
 
-def claim(channel: Folder, job: Job, node: Node, control: str, report: Callable[[str], None]) -> Claim:
+def claim(
+    channel: Channel,
+    job: Job,
+    node: Node,
+    control: str,
+    report: Callable[[str], None],
+    seed: Optional[Channel] = None,
+) -> Claim:
     """Claim the next life for node 0, whose control channel listens at ``control`` (``host:port``).
+
+    ``seed``: the channel of the job's seed, where it has one.
 
     Raises AlreadyDone, NotClaimed, OSError.
     """
@@ -216,8 +225,8 @@ def claim(channel: Folder, job: Job, node: Node, control: str, report: Callable[
         if ancestors != chosen_for:  # hashing is dear: again only when a life came in between
             seconds = min(VERIFY_SECONDS, VERIFY_SHARE * job.barrier_timeout)
             start, chosen_for = choose(channel, ancestors, report, seconds), ancestors
-            if start is None and job.seed is not None:
-                start = planted(job.seed, report, seconds)
+            if start is None and job.seed is not None and seed is not None:
+                start = planted(seed, job.seed, report, seconds)
             continue  # the log may have moved on meanwhile
         body = {
             "v": VERSION,
@@ -282,13 +291,12 @@ def superseded(channel: Channel, life: int, attempt: int) -> Optional[Tuple[int,
     return None
 
 
-def planted(seed: Seed, report: Callable[[str], None], seconds: float) -> Start:
-    """The checkpoint of another channel to begin from.
+def planted(there: Channel, seed: Seed, report: Callable[[str], None], seconds: float) -> Start:
+    """The checkpoint of another channel, opened as ``there``, to begin from.
 
     Raises NotClaimed when there is none that this node can read: Airflow's side
     saw one, so a start from nothing would throw work away in silence.
     """
-    there = Folder(seed.channel)
     lives = [e for e in entries(there) if e.kind == "life" and e.number <= seed.life]
     chain = [Ancestor(e.number, *(e.start or (None, None))) for e in lives]
     # Of another run the newest of that life will do: the step that Airflow's side saw may be pruned by now.

@@ -49,6 +49,8 @@ class Place:
     hostfile: str = ""
     hydra_hostfile: str = ""
     rsh: str = ""
+    restore: str = ""  # the checkpoint to start from, on this node
+    verified: bool = False  # every byte of it
 
 
 def node_environment(place: Place, base: Mapping[str, str], secrets: Mapping[str, str]) -> Dict[str, str]:
@@ -86,10 +88,10 @@ def node_environment(place: Place, base: Mapping[str, str], secrets: Mapping[str
             "GANG_CHECKPOINT_DIR": place.checkpoints,
             "GANG_CHECKPOINT_INTERVAL": "" if job.interval is None else repr(job.interval),
             "GANG_MTBF": repr(float(start["mtbf"])) if start.get("mtbf") else "",
-            "GANG_RESTORE_DIR": os.path.join(place.channel, restore["dir"]) if restore else "",
+            "GANG_RESTORE_DIR": place.restore,
             "GANG_RESTORE_STEP": str(restore["step"]) if restore else "0",
             "GANG_RESTORE_WORLD_SIZE": str(restore.get("world_size") or "") if restore else "",
-            "GANG_RESTORE_VERIFIED": "1" if restore and restore["verified"] else "0",
+            "GANG_RESTORE_VERIFIED": "1" if place.verified else "0",
             "GANG_STOP_GRACE": repr(job.stop_grace),
             "GANG_HOSTFILE": place.hostfile,
             "GANG_RSH": place.rsh,

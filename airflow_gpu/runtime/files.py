@@ -1,11 +1,12 @@
 """The channel as a folder: create-only writes that appear whole or not at all.
 
 Purpose: everything that decides what becomes of a gang is a file that exactly
-one writer can create. :class:`Channel` is the seam: an object store can take
-the place of :class:`Folder` later.
+one writer can create. :class:`Channel` is the seam: :class:`Folder` is one, an
+object store (:mod:`airflow_gpu.runtime.objects`) the other.
 
 Limits: paths are relative, with ``/``, and come from this package, never from
-outside. Checkpoints, logs and hashing need a real folder (:meth:`Folder.path`).
+outside. Programs read and write files below :attr:`Channel.root`; where the
+channel is a folder, that is the channel itself.
 
 Example::
 
@@ -22,6 +23,7 @@ import errno
 import json
 import os
 import secrets
+import shutil
 import time
 from typing import Any, Dict, List, Protocol
 
@@ -51,7 +53,21 @@ class Torn(Exception):
 
 
 class Channel(Protocol):
-    """What claims, records and results need of a store."""
+    """What a gang needs of the place where its half of the run directory is."""
+
+    @property
+    def root(self) -> str:
+        """The folder of this node below which programs write and find files."""
+
+    @property
+    def shared(self) -> bool:
+        """That folder is the channel itself, the same on every node. Else it is this node's, see ``objects.py``."""
+
+    def path(self, name: str) -> str:
+        """Where ``name`` is below ``root``."""
+
+    def folder(self, name: str) -> str:
+        """The same, and the folder is there afterwards."""
 
     def create(self, name: str, data: bytes, *, private: bool = False) -> None:
         """Create the file with this content; raises Exists. ``private``: readable by this user only."""
@@ -65,9 +81,20 @@ class Channel(Protocol):
     def names(self, folder: str) -> List[str]:
         """Names in a folder, sorted; empty when there is no such folder. Unfinished files are left out."""
 
+    def exists(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file. No error when it is not there, or stays."""
+
+    def remove_tree(self, folder: str) -> bool:
+        """Remove everything below; answers whether nothing is left."""
+
 
 class Folder:
     """A :class:`Channel` below one folder, on a local disk or a shared file system."""
+
+    shared = True
 
     def __init__(self, root: str) -> None:
         self.root = os.path.abspath(root)
@@ -137,6 +164,17 @@ class Folder:
             return sorted(name for name in os.listdir(self.path(folder)) if not name.startswith(HIDDEN))
         except (FileNotFoundError, NotADirectoryError):
             return []
+
+    def exists(self, name: str) -> bool:
+        return os.path.exists(self.path(name))
+
+    def remove(self, name: str) -> None:
+        _unlink(self.path(name))
+
+    def remove_tree(self, folder: str) -> bool:
+        path = self.path(folder)
+        shutil.rmtree(path, ignore_errors=True)
+        return not os.path.exists(path)
 
     def _temporary(self, path: str, data: bytes, mode: int) -> str:
         head, tail = os.path.split(path)

@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Callable, Dict, Optional
+from typing import Callable, Dict, List, Optional
 
+from airflow_gpu.runtime import manifest
 from airflow_gpu.runtime.claim import Claim, Entry, superseded
 from airflow_gpu.runtime.control import Peer, Server, free_ports
 from airflow_gpu.runtime.ending import Ending
 from airflow_gpu.runtime.ends import notice_cause
-from airflow_gpu.runtime.files import Folder
+from airflow_gpu.runtime.files import Channel
 from airflow_gpu.runtime.job import Job, Node
+from airflow_gpu.runtime.parts import NotCollected, Parts
 from airflow_gpu.runtime.records import PROGRESS_SECONDS, Records
 from airflow_gpu.runtime.relay import Relay
 from airflow_gpu.runtime.saves import Saver, Saves, save_key
@@ -51,7 +53,9 @@ SHOWN_NODES = 16
 class Head:
     """A :class:`airflow_gpu.runtime.control.Handler` that decides for one life."""
 
-    def __init__(self, channel: Folder, job: Job, node: Node, claim: Claim, server: Server, log: Log) -> None:
+    def __init__(
+        self, channel: Channel, job: Job, node: Node, claim: Claim, server: Server, log: Log
+    ) -> None:
         self._claimed = time.monotonic()
         self._channel = channel
         self._job = job
@@ -59,7 +63,8 @@ class Head:
         self._server = server
         self._log = log
         self._state = state = State(job, claim)
-        self._records = Records(channel, job, claim, log)
+        self._parts = None if channel.shared else Parts(self._living)
+        self._records = Records(channel, job, claim, log, None if self._parts is None else self._collect)
         self._tasks = Tasks(server.loop, log)
         self._decisions: Dict[int, Message] = {}  # by block: what rank 0 has published
         self._relay = Relay(lambda: state.agents)
@@ -75,6 +80,7 @@ class Head:
             log,
             self._tasks.spawn,
             every=job.every,
+            parts=self._parts,
         )
         self._grace = job.stop_grace
         self._fence = 0  # number of the fence that has left us time to save
@@ -105,6 +111,7 @@ class Head:
             "exec": self._relay.start,
             "output": self._relay.output,
             "exit": self._relay.exit,
+            **({} if self._parts is None else {"part": self._parts.heard}),
         }
         self._server.loop.call_later(self._job.barrier_timeout, self._not_whole)
         self._tasks.spawn(self._look())
@@ -151,6 +158,8 @@ class Head:
                 del state.agents[peer.index]  # it may come again until the barrier's time is over
             elif state.phase != OVER and peer.index not in state.done and peer.index not in state.lost:
                 self._relay.lost(peer.index)
+                if self._parts is not None:
+                    self._parts.abort(f"node {peer.index} is gone ({reason})")
                 self._ending.lost(peer.index, reason)
         elif peer.kind == RANK and state.ranks.get(peer.index) is peer:
             del state.ranks[peer.index]
@@ -159,6 +168,19 @@ class Head:
                 state.to_ranks({"t": "leaderless", "block": peer.hello.get("block")})
         elif peer.kind == REMOTE:
             self._relay.left(peer)
+
+    def _living(self) -> Dict[int, Peer]:
+        return {node: peer for node, peer in self._state.agents.items() if node not in self._state.lost}
+
+    def _collect(self, folder: str) -> Optional[List[manifest.Entry]]:
+        """For the recorder's threads: a program's checkpoint from all nodes; None when that failed."""
+        assert self._parts is not None
+        task = asyncio.run_coroutine_threadsafe(self._parts.collect(folder), self._server.loop)
+        try:
+            return task.result()
+        except NotCollected as error:
+            self._log(f"checkpoint {folder} was not uploaded: {error}")
+            return None
 
     def _savers(self) -> Dict[int, Saver]:
         return {

@@ -44,14 +44,15 @@ class Unusable(Exception):
 class Seed:
     """A checkpoint of another place: of this run where it ran before, or of an earlier run.
 
-    ``channel`` is the channel half there, as this node sees it; the chain
-    begins with ``step`` of ``life``.
+    ``channel`` is the channel half there, a path as this node sees it or a
+    URI; the chain begins with ``step`` of ``life``.
     """
 
     channel: str
     life: int
     step: int
     run: str = ""
+    store: Mapping[str, Any] = field(default_factory=dict)  # as of the job
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Job:
     since: int = 0  # lives with a lower number are no ancestors
     every: Optional[int] = None  # beside the newest ``keep``, checkpoints of these steps' multiples are kept
     seed: Optional[Seed] = None  # where to begin while this channel has no checkpoint for it
+    store: Mapping[str, Any] = field(default_factory=dict)  # options of an object store; none is secret
 
     @property
     def world_size(self) -> int:
@@ -141,8 +143,13 @@ class Job:
                 since=int(body.get("since") or 0),
                 seed=seed
                 and Seed(
-                    str(seed["channel"]), int(seed["life"]), int(seed["step"]), str(seed.get("run", ""))
+                    str(seed["channel"]),
+                    int(seed["life"]),
+                    int(seed["step"]),
+                    str(seed.get("run", "")),
+                    dict(seed.get("store") or {}),
                 ),
+                store=dict(body.get("store") or {}),
             )
         except KeyError as error:
             raise Unusable(f"the payload lacks the field {error}") from None

@@ -97,6 +97,7 @@ class Processes:
         self._on_end = on_end
         self.ranks: Dict[int, Rank] = {}
         self.others: Dict[int, subprocess.Popen[bytes]] = {}  # by number: what mpirun had started here
+        self.stopped = False  # somebody has asked for their end
         self._deadline: Optional[float] = None
 
     def start(self, number: int, local: int, command: Sequence[str], env: Dict[str, str], log: str) -> Rank:
@@ -120,6 +121,7 @@ class Processes:
         """SIGTERM to all, SIGKILL after ``grace`` seconds (see :meth:`due_in`). The first call's grace counts."""
         if self._deadline is not None:
             return
+        self.stopped = True
         self._deadline = time.monotonic() + grace
         if grace > 0:
             for process in [*(rank.process for rank in self.running()), *self.others.values()]:

@@ -13,10 +13,11 @@ import threading
 import time
 from typing import Any, Callable, Dict, List, Optional
 
-from airflow_gpu.runtime.checkpoint import declared, seal, unfinished
+from airflow_gpu.runtime.checkpoint import declared, life_folder, seal, unfinished
 from airflow_gpu.runtime.claim import Claim, life_root
-from airflow_gpu.runtime.files import Exists, Folder, to_json
+from airflow_gpu.runtime.files import Channel, Exists, Folder, to_json
 from airflow_gpu.runtime.job import Job
+from airflow_gpu.runtime.manifest import MANIFEST, Entry
 from airflow_gpu.runtime.words import VERSION, utc
 
 RETRY_SECONDS = 60.0
@@ -29,9 +30,10 @@ PROGRESS_SECONDS = 2.0
 """At least so long between two writes of progress.json."""
 
 Report = Callable[[str], None]
+Collect = Callable[[str], Optional[List[Entry]]]
 
 
-def create_surely(channel: Folder, name: str, data: bytes, report: Report) -> bool:
+def create_surely(channel: Channel, name: str, data: bytes, report: Report) -> bool:
     """Create a file, or find that it is there; False when the channel refused for ``RETRY_SECONDS``."""
     until = time.monotonic() + RETRY_SECONDS
     while True:
@@ -72,15 +74,25 @@ def node_record(life: int, node: int, host: str, ranks: List[Dict[str, Any]]) ->
 
 
 class Records:
-    """Node 0's writer for one life. Its methods block; they run in an executor."""
+    """Node 0's writer for one life. Its methods block; they run in an executor.
 
-    def __init__(self, channel: Folder, job: Job, claim: Claim, report: Report) -> None:
+    ``collect`` brings the files of a folder from all nodes to the channel, where that is no folder.
+    """
+
+    def __init__(
+        self, channel: Channel, job: Job, claim: Claim, report: Report, collect: Optional[Collect] = None
+    ) -> None:
         self._channel = channel
+        self._here = channel if isinstance(channel, Folder) else Folder(channel.root)
+        self._collect = collect
         self._job = job
         self._life = claim.life
         self._root = life_root(claim.life)
         self._report = report
         self._sealing = threading.Lock()
+        self._sealed: List[
+            str
+        ] = []  # where the channel is no folder: what was uploaded of a program's checkpoints
         self._progress: Optional[Dict[str, Any]] = None
         self.result: Optional[str] = None
         """What rank 0 handed back, as JSON text; None when it handed back nothing."""
@@ -117,8 +129,9 @@ class Records:
         """Give manifests to checkpoints that the program has called complete."""
         if self._sealing.acquire(blocking=False):  # a large one may take longer than the time between looks
             try:
-                for name in declared(self._channel, self._life):
+                for name in declared(self._here, self._life):
                     self._seal(name)
+                self._follow_rotation()
             finally:
                 self._sealing.release()
 
@@ -126,10 +139,11 @@ class Records:
         """All processes have ended. ``clean``: each with 0 or 75, so what a program wrote last is whole."""
         self.write_progress()
         with self._sealing:
-            for name in declared(self._channel, self._life):
+            for name in declared(self._here, self._life):
                 self._seal(name)
+            self._follow_rotation()
             if clean:
-                for name in unfinished(self._channel, self._life)[-1:]:
+                for name in unfinished(self._here, self._life)[-1:]:
                     self._seal(name)
         if self.result is not None:
             # As rank 0 gave it, without a wrapper: whoever is handed the file's URI finds the value.
@@ -137,9 +151,26 @@ class Records:
                 self._channel, f"{self._root}/result.json", self.result.encode() + b"\n", self._report
             )
 
+    def _follow_rotation(self) -> None:
+        """A program removes its older checkpoints; where it cannot reach the channel's copy, that goes as well."""
+        if self._channel.shared:
+            return
+        root = life_folder(self._life)
+        there = self._here.names(root)
+        for name in [name for name in self._sealed if name not in there]:
+            self._channel.remove(f"{root}/{name}/{MANIFEST}")  # half of one must not look like a whole one
+            self._channel.remove_tree(f"{root}/{name}")
+            self._sealed.remove(name)
+
     def _seal(self, name: str) -> None:
-        manifest = seal(self._channel, self._life, name, self._job.world_size)
+        entries = None
+        if self._collect is not None:
+            entries = self._collect(f"{life_folder(self._life)}/{name}")
+            if entries is None:
+                return
+        manifest = seal(self._channel, self._life, name, self._job.world_size, entries)
         if manifest is not None:
+            self._sealed.append(name)
             self._report(
                 f"checkpoint {name} of step {manifest.step} is complete: {len(manifest.files)} files"
             )

@@ -8,6 +8,8 @@ and then lists every file with size and digest. The steps of one save:
 3. Node 0 lists the folder, and one rank of each other node lists it too: on a
    network file system each node surely sees its own files at once.
 4. The files are divided among all ranks, by size, to be flushed and hashed.
+   Where the channel is no folder, agents upload their nodes' files instead of
+   both (:mod:`airflow_gpu.runtime.parts`).
 5. Node 0 creates the manifest, last, and tells every rank.
 
 Limits: if a rank fails to do its part, is gone, or takes longer than the time
@@ -24,8 +26,9 @@ from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 from airflow_gpu.runtime.checkpoint import Start, life_folder, prune, save_name, saving_mark
-from airflow_gpu.runtime.files import Exists, Folder, to_json
+from airflow_gpu.runtime.files import Channel, Exists, to_json
 from airflow_gpu.runtime.manifest import MANIFEST, Entry, Manifest, digest_of, listing
+from airflow_gpu.runtime.parts import NotCollected, Parts
 from airflow_gpu.runtime.wire import HASH_SECONDS, LIST_SECONDS, WRITE_SECONDS, Message
 
 WAIT_NEWS_SECONDS = 60.0
@@ -87,7 +90,7 @@ class Saves:
 
     def __init__(
         self,
-        channel: Folder,
+        channel: Channel,
         life: int,
         keep: int,
         start: Optional[Start],
@@ -98,11 +101,13 @@ class Saves:
         report: Callable[[str], None],
         spawn: Callable[[Awaitable[None]], None],
         every: Optional[int] = None,
+        parts: Optional[Parts] = None,
     ) -> None:
         self._channel = channel
         self._life = life
         self._keep = keep
         self._every = every
+        self._parts = parts
         self._start = start
         self._ancestors = ancestors
         self._savers = savers
@@ -186,6 +191,8 @@ class Saves:
 
     def abort(self, reason: str) -> None:
         """The gang ends."""
+        if self._parts is not None:
+            self._parts.abort(reason)
         for save in self._saves.values():
             self.give_up(save.key, reason)
 
@@ -205,8 +212,12 @@ class Saves:
             await self._until(
                 save, lambda: len(save.written) >= world, WRITE_SECONDS, self._missing(save, world)
             )
-            names = await self._view(save)
-            await self._hash(save, names)
+            if self._parts is None:
+                await self._hash(save, await self._view(save))
+            else:
+                save.entries = await self._parts.collect(f"{self._root}/{save.name}")
+                if not save.entries:
+                    raise GivenUp("no rank has written a file")
             manifest = Manifest(
                 self._life, save.step, world, tuple(sorted(save.entries, key=lambda e: e.path))
             )
@@ -217,7 +228,9 @@ class Saves:
                 f"checkpoint of step {save.step} is complete: {len(manifest.files)} files, {size} bytes"
             )
             self._finish(save, None)
-        except GivenUp as error:
+            if self._parts is not None:
+                self._parts.drop(f"{self._root}/{save.name}")
+        except (GivenUp, NotCollected) as error:
             self._finish(save, str(error))
         except OSError as error:
             self._finish(save, f"the channel could not be written: {error}")
@@ -251,8 +264,11 @@ class Saves:
 
     def _prepare(self, save: _Save) -> None:
         folder = self._channel.folder(self._root)
-        with open(os.path.join(folder, saving_mark(save.name)), "wb"):
-            pass
+        if self._channel.shared:
+            with open(os.path.join(folder, saving_mark(save.name)), "wb"):
+                pass
+        else:
+            self._channel.replace(f"{self._root}/{saving_mark(save.name)}", b"")
         self._channel.folder(f"{self._root}/{save.name}")
 
     def _commit(self, save: _Save, manifest: Manifest) -> None:
@@ -260,10 +276,7 @@ class Saves:
             self._channel.create(f"{self._root}/{save.name}/{MANIFEST}", to_json(manifest.to_dict()))
         except Exists:
             raise GivenUp("somebody else has committed this step") from None
-        try:
-            os.unlink(self._channel.path(f"{self._root}/{saving_mark(save.name)}"))
-        except OSError:
-            pass  # pruning takes it away
+        self._channel.remove(f"{self._root}/{saving_mark(save.name)}")  # else pruning takes it away
 
     async def _view(self, save: _Save) -> List[str]:
         folder = self._channel.path(f"{self._root}/{save.name}")

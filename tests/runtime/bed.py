@@ -243,6 +243,26 @@ class Bed:
         paths = (self.channel / f"checkpoints/{life:04d}").glob("*/manifest.json")
         return {json.loads(path.read_text())["step"]: path.parent for path in paths}
 
+    def saves(self, life: int) -> dict[str, dict[str, int]]:
+        """What lies below a life's checkpoints: by folder, the files with their bytes."""
+        root = self.channel / f"checkpoints/{life:04d}"
+        found = {}
+        for folder in root.glob("step-*"):
+            try:
+                found[folder.name] = {path.name: path.stat().st_size for path in folder.iterdir()}
+            except FileNotFoundError:
+                continue
+        return found
+
+    def content(self, name: str) -> bytes | None:
+        """A file of the channel; None when it is not there."""
+        path = self.channel / name
+        return path.read_bytes() if path.exists() else None
+
+    def newest(self) -> int:
+        """Number of the newest entry of ``lives/``; 0 while there is none."""
+        return max((int(path.stem) for path in (self.channel / "lives").glob("*.json")), default=0)
+
     def close(self) -> None:
         for life in self.lives:
             life.end()

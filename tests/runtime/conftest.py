@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.bed import OLD_PYTHON, PYTHON, Bed, beds
+from tests.runtime.objects import ObjectBed, Servers, object_beds
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -28,3 +30,14 @@ def make_bed(tmp_path: Path) -> Iterator[Callable[..., Bed]]:
 @pytest.fixture
 def bed(make_bed: Callable[..., Bed]) -> Bed:
     return make_bed()
+
+
+@pytest.fixture(scope="session")
+def servers() -> Iterator[Servers]:
+    with contextlib.ExitStack() as stack:
+        yield Servers(stack)
+
+
+@pytest.fixture
+def make_objects(tmp_path: Path, servers: Servers) -> Iterator[Callable[[str], ObjectBed]]:
+    yield from object_beds(tmp_path, servers)

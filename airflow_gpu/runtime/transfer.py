@@ -1,0 +1,154 @@
+"""What an agent moves between its node and a channel that is no folder: logs up, checkpoints up and down.
+
+Purpose: all of it happens in threads of its own, so that the agent goes on
+hearing notices. Logs are uploaded in pieces as they grow, each piece once; at
+the end of a rank the rest. The lowest rank of a node is followed closely, since
+people watch it, the others at greater intervals.
+
+Limits: the last seconds of a log are lost when a node dies; the tail of a rank
+that failed is in failure.json all the same.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Callable, Dict, Optional, Tuple
+
+from airflow_gpu.runtime.checkpoint import differs, manifest_of, mark_bad
+from airflow_gpu.runtime.files import Channel, Folder, Missing
+from airflow_gpu.runtime.manifest import MANIFEST, BadManifest, listing
+from airflow_gpu.runtime.objects import Objects
+from airflow_gpu.runtime.wire import Message
+
+LOG_SECONDS = 3.0
+"""Between two pieces of the log that people watch, while the life is young."""
+
+OTHERS_SECONDS = 30.0
+"""The same for the other ranks of the node."""
+
+TICK = 1.0
+"""Seconds between two looks for which log it is time."""
+
+SLOWER = 100
+"""A piece may take so many times less than the life's age: a day has no more than some thousand of them."""
+
+SLOWEST = 60.0
+
+PIECE = 8 << 20
+"""Bytes. A larger piece is uploaded as several."""
+
+
+class Transfer:
+    """One agent's. ``answer`` sends to node 0, from any thread."""
+
+    def __init__(
+        self, channel: Objects, answer: Callable[[Message], None], say: Callable[[str], None]
+    ) -> None:
+        self._channel = channel
+        self._answer = answer
+        self._say = say
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="gang-transfer")
+        self._logs: Dict[str, _Log] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="gang-logs", daemon=True)
+        self._thread.start()
+
+    # -- checkpoints ---------------------------------------------------------------------------------
+
+    def list(self, m: Message) -> None:
+        self._work(m, lambda: {"names": listing(self._channel.folder(str(m["dir"])))})
+
+    def upload(self, m: Message) -> None:
+        def work() -> Message:
+            entries = self._channel.upload(str(m["dir"]), [str(name) for name in m["names"]])
+            return {"files": [[entry.path, entry.size, entry.sha256] for entry in entries]}
+
+        self._work(m, work)
+
+    def drop(self, m: Message) -> None:
+        """This node's copy, and those of earlier saves beside it that came to nothing."""
+        root, _, name = str(m["dir"]).rpartition("/")
+
+        def work() -> None:
+            for other in self._channel.here.names(root):
+                if other <= name and len(other) == len(name):
+                    self._channel.here.remove_tree(f"{root}/{other}")
+
+        self._pool.submit(work)
+
+    def _work(self, m: Message, work: Callable[[], Message]) -> None:
+        def run() -> None:
+            try:
+                answer = work()
+            except Exception as error:  # node 0 must hear of whatever it is
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            self._answer({"t": "part", "id": m["id"], **answer})
+
+        self._pool.submit(run)
+
+    # -- logs ------------------------------------------------------------------------------------------
+
+    def follow(self, name: str, close: bool) -> None:
+        """Upload a growing file of this node. ``name``: below the channel, without ``.log``."""
+        self._logs[name] = _Log(f"{name}.log", name, LOG_SECONDS if close else OTHERS_SECONDS)
+
+    def finish(self) -> None:
+        """What logs have got since the last piece. Before that the ranks must have ended."""
+        self._ended.set()
+        self._thread.join()
+        for log in self._logs.values():
+            self._piece(log)
+
+    def _follow(self) -> None:
+        begun = time.monotonic()
+        while not self._ended.wait(TICK):
+            now = time.monotonic()
+            for log in list(self._logs.values()):
+                if now >= log.due:
+                    log.due = now + max(log.every, min(SLOWEST, (now - begun) / SLOWER))
+                    self._piece(log)
+
+    def _piece(self, log: _Log) -> None:
+        try:
+            while True:
+                with open(self._channel.path(log.path), "rb") as file:
+                    file.seek(log.sent)
+                    data = file.read(PIECE)
+                if not data:
+                    return
+                self._channel.append(log.name, log.sent, data)
+                log.sent += len(data)
+        except OSError as error:
+            self._say(f"{log.path} could not be uploaded: {error}")
+
+    def close(self) -> None:
+        self._ended.set()
+        self._pool.shutdown(wait=False)
+
+
+class _Log:
+    def __init__(self, path: str, name: str, every: float) -> None:
+        self.path, self.name, self.every = path, name, every
+        self.sent, self.due = 0, 0.0
+
+
+def brought(channel: Channel, where: str) -> Tuple[str, str]:
+    """The checkpoint in this folder of the channel, whole and on this node: where; else the reason why not.
+
+    A damaged one is marked, so that no later life takes it.
+    """
+    try:
+        manifest = manifest_of(channel, where)
+        wrong: Optional[str] = "it has lost its manifest"
+        if manifest is not None:
+            wrong, _ = differs(channel, where, manifest.files, None)
+        if wrong is not None:
+            mark_bad(channel, where, wrong)
+            return "", f"checkpoint {where} is damaged, the next life will not take it: {wrong}"
+        path = channel.path(where)
+        Folder(path).replace(MANIFEST, channel.read(f"{where}/{MANIFEST}"))
+    except (BadManifest, Missing, OSError) as error:
+        return "", f"checkpoint {where} cannot be read: {error}"
+    return path, ""

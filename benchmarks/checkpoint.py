@@ -56,12 +56,12 @@ def write(path, data):
         while view:
             view = view[file.write(view[: 1 << 24]):]
 
+block = bytearray(1 << 24)                              # into memory that is there, as weights are
+
 def read(path):
-    total = 0
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(1 << 24):
-            total += len(block)
-    return total
+        while file.readinto(block):
+            pass
 
 def forget(path):
     with open(path, "rb") as file:

@@ -37,8 +37,9 @@ from dataclasses import dataclass, field
 
 from airflow_gpu.rundir.checkpoints import Checkpoint, Checkpoints, Survey, What
 from airflow_gpu.rundir.verifying import verify
-from airflow_gpu.runtime.checkpoint import is_kept, saving_mark
+from airflow_gpu.runtime.checkpoint import doomed_mark, saving_mark
 from airflow_gpu.runtime.manifest import MANIFEST
+from airflow_gpu.runtime.pruning import is_kept
 
 ROUNDS = 5
 """Plans that are made anew because something changed; then the rest is left for another time."""
@@ -189,4 +190,5 @@ async def _remove(checkpoints: Checkpoints, one: Checkpoint) -> None:
     # The manifest first: half of a checkpoint must not look like one.
     await contents.remove(f"{one.folder}/{MANIFEST}")
     await contents.remove_tree(one.folder)
-    await contents.remove(f"{one.life:04d}/{saving_mark(one.name)}")
+    for mark in (saving_mark(one.name), doomed_mark(one.name)):
+        await contents.remove(f"{one.life:04d}/{mark}")

@@ -40,6 +40,9 @@ VERIFY_SECONDS = 60.0
 SAVING = ".saving"
 """``.<name>.saving`` beside a checkpoint: the handle began to save it. Gone once it is committed."""
 
+DOOMED = ".doomed"
+PIN = ".pin-"
+
 _DIGITS = re.compile(r"\d+")
 
 Report = Callable[[str], None]
@@ -57,6 +60,16 @@ def save_name(step: int) -> str:
 
 def saving_mark(name: str) -> str:
     return f".{name}{SAVING}"
+
+
+def doomed_mark(name: str) -> str:
+    """Beside a checkpoint that is about to be removed: no life may choose it any more."""
+    return f".{name}{DOOMED}"
+
+
+def pin_mark(name: str, life: int) -> str:
+    """Beside a checkpoint that life ``life`` is about to be claimed from: it may not be removed."""
+    return f".{name}{PIN}{life:04d}"
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,10 @@ def complete(channel: Channel, life: int, report: Report) -> List[Found]:
 def complete_in(channel: Channel, root: str, life: int, report: Report) -> List[Found]:
     """The same for any folder below the channel."""
     found: List[Found] = []
-    for name in channel.names(root):
+    names = channel.names(root)
+    for name in names:
+        if doomed_mark(name) in names:
+            continue  # half of it may be gone at any moment
         where = f"{root}/{name}"
         path = channel.path(where)
         if os.path.islink(path):  # a program's "latest"
@@ -286,76 +302,3 @@ def seal(
         except Exists:
             pass
     return manifest
-
-
-# -- retention ---------------------------------------------------------------------------------
-
-
-def prune(
-    channel: Channel,
-    life: int,
-    keep: int,
-    start: Optional[Start],
-    ancestors: Sequence[int],
-    report: Report,
-    every: Optional[int] = None,
-) -> None:
-    """Let go of what no later life can need, after a commit of this life.
-
-    Of what was saved through the handle, the newest ``keep`` complete ones of
-    this life stay, beside them each whose step is a multiple of ``every``, and
-    always what the life started from. Unfinished ones before the newest go.
-    Once this life has ``keep`` of its own, those of its ``ancestors`` go as
-    well, less the same multiples. Programs that write their own checkpoints
-    rotate their own: those are never touched.
-    """
-    own = [
-        checkpoint for checkpoint in complete(channel, life, report) if checkpoint.manifest.writer == "api"
-    ]
-    for checkpoint in own[max(1, keep) :]:
-        if not is_kept(checkpoint.step, every):
-            _remove(channel, life, checkpoint.name, report)
-    if own:
-        _remove_partial(channel, life, own[0].step, report)
-    if len(own) < keep:
-        return
-    # Where this life has left the chain; what an ancestor wrote beyond it is of no history.
-    limit = start.step if start is not None and not start.seed else None
-    seen = {checkpoint.step for checkpoint in own}
-    for ancestor in ancestors:  # the newest first: of two with the same step the newer one stays
-        for checkpoint in complete(channel, ancestor, lambda _: None):
-            step = checkpoint.step
-            kept = is_kept(step, every) and step not in seen and (limit is None or step <= limit)
-            kept = kept or (start is not None and (start.life, start.name) == (ancestor, checkpoint.name))
-            if kept:
-                seen.add(step)
-            elif checkpoint.manifest.writer == "api":
-                _remove(channel, ancestor, checkpoint.name, report)
-        _remove_partial(channel, ancestor, None, report)
-
-
-def is_kept(step: int, every: Optional[int]) -> bool:
-    """Whether a checkpoint of this step stays whatever its age; not that of step 0, before any work."""
-    return every is not None and step > 0 and step % every == 0
-
-
-def _remove_partial(channel: Channel, life: int, before: Optional[int], report: Report) -> None:
-    root = life_folder(life)
-    for mark in channel.names(root):
-        if not (mark.startswith(".") and mark.endswith(SAVING)):
-            continue
-        name = mark[1 : -len(SAVING)]
-        step = step_in(name)
-        if channel.exists(f"{root}/{name}/{MANIFEST}"):
-            channel.remove(f"{root}/{mark}")  # committed; only the mark was left behind
-        elif before is None or (step is not None and step < before):
-            _remove(channel, life, name, report)
-            channel.remove(f"{root}/{mark}")
-
-
-def _remove(channel: Channel, life: int, name: str, report: Report) -> None:
-    where = f"{life_folder(life)}/{name}"
-    # The manifest first: half of a checkpoint must not look like one.
-    channel.remove(f"{where}/{MANIFEST}")
-    if not channel.remove_tree(where):
-        report(f"could not remove the old checkpoint {where}")

@@ -11,7 +11,6 @@ without hard links) might be a fence, so it makes the claim fail.
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from dataclasses import dataclass, replace
@@ -21,9 +20,8 @@ from airflow_gpu.runtime.checkpoint import VERIFY_SECONDS, Ancestor, Start, choo
 from airflow_gpu.runtime.files import Channel, Exists, Missing, Torn, read_json, to_json
 from airflow_gpu.runtime.interval import observed_mtbf
 from airflow_gpu.runtime.job import Job, Node, Seed
+from airflow_gpu.runtime.pruning import LIVES, pin, taken, unpin
 from airflow_gpu.runtime.words import VERSION, parse_utc, utc
-
-LIVES = "lives"
 
 LOOK_AGAIN = 0.25
 """Seconds between a node's looks for the life that node 0 claims."""
@@ -33,8 +31,6 @@ VERIFY_SHARE = 0.25
 
 UPTIMES = 20
 """So many earlier lives tell how often the gang is interrupted."""
-
-_ENTRY = re.compile(r"^(\d{4,})\.json$")
 
 
 class NotClaimed(Exception):
@@ -98,15 +94,10 @@ def token_name(life: int) -> str:
     return f"{life_root(life)}/token"
 
 
-def numbers(channel: Channel) -> List[int]:
-    """Numbers of all entries, sorted. One listing, nothing is read."""
-    return sorted(int(match[1]) for match in map(_ENTRY.match, channel.names(LIVES)) if match)
-
-
 def entries(channel: Channel) -> List[Entry]:
     """All entries in order. Raises NotClaimed when one cannot be read."""
     found = []
-    for number in numbers(channel):
+    for number in taken(channel):
         name = f"{LIVES}/{number:04d}.json"
         try:
             found.append(_entry(number, read_json(channel, name)))
@@ -244,10 +235,18 @@ def claim(
             "from": start.to_dict() if start else None,
             "control": control,
         }
+        pinned = start if start is not None and not start.seed else None
+        if pinned is not None and not pin(channel, number, pinned):
+            report(f"checkpoint {pinned.folder} is just being removed; choosing again")
+            chosen_for = None
+            continue
         try:
             channel.create(f"{LIVES}/{number:04d}.json", to_json(body))
         except Exists:
             continue
+        finally:
+            if pinned is not None:
+                unpin(channel, number, pinned)
         # Beside the life and not in it: Airflow's side reads lives, perhaps as
         # another user, and the secret is for this job's user only.
         token = secrets.token_hex(32)
@@ -284,7 +283,7 @@ def superseded(channel: Channel, life: int, attempt: int) -> Optional[Tuple[int,
     A later life, or a fence of this attempt or a later one. A fence of an earlier attempt, which somebody wrote who
     had slept, says nothing of this one. What cannot be read may be a fence.
     """
-    for number in reversed([number for number in numbers(channel) if number > life]):
+    for number in reversed([number for number in taken(channel) if number > life]):
         found = entry(channel, number)
         if found is None or found.kind != "fence" or found.attempt >= attempt:
             return number, found

@@ -25,10 +25,11 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
-from airflow_gpu.runtime.checkpoint import Start, life_folder, prune, save_name, saving_mark
+from airflow_gpu.runtime.checkpoint import Start, life_folder, save_name, saving_mark
 from airflow_gpu.runtime.files import Channel, Exists, to_json
 from airflow_gpu.runtime.manifest import MANIFEST, Entry, Manifest, digest_of, listing
 from airflow_gpu.runtime.parts import NotCollected, Parts
+from airflow_gpu.runtime.pruning import Superseded, prune
 from airflow_gpu.runtime.wire import HASH_SECONDS, LIST_SECONDS, WRITE_SECONDS, Message
 
 WAIT_NEWS_SECONDS = 60.0
@@ -238,6 +239,8 @@ class Saves:
             self._pruning = True
             try:
                 await self._disk(self._prune)
+            except Superseded:
+                pass  # the life will hear of it soon
             finally:
                 self._pruning = False
 

@@ -15,8 +15,8 @@ from airflow_gpu.gang.run import Cause, Seed
 from airflow_gpu.rundir.checkpoints import Checkpoint, Checkpoints
 from airflow_gpu.rundir.pruning import NotPruned, Plan, plan, prune
 from airflow_gpu.runtime.checkpoint import Ancestor, Start, choose
-from airflow_gpu.runtime.checkpoint import prune as runtime_prune
 from airflow_gpu.runtime.files import Folder
+from airflow_gpu.runtime.pruning import prune as runtime_prune
 from tests.checkpoints.conftest import Run, one_life, steps
 
 
@@ -162,7 +162,7 @@ async def test_a_life_begins_meanwhile(tmp_path: Path, at: int) -> None:
 
     await prune(Meanwhile(run, at, begins), 1)
     assert chosen[0].step == 40
-    assert Path(chosen[0].path, "manifest.json").exists()
+    assert (run.folder / chosen[0].folder / "manifest.json").exists()
     survey = await run.survey()
     assert survey.next is not None
     assert survey.next.step == 45
@@ -222,7 +222,7 @@ async def _prune_any(root: Path, lives: list[list[tuple[int, str]]], keep: int, 
     done = await prune(run.checkpoints(), keep, every)
     assert choose(folder, ancestors, lambda _: None, 10.0) == expected
     if start is not None:
-        assert Path(start.path, "manifest.json").exists()  # of the life that runs
+        assert (run.folder / start.folder / "manifest.json").exists()  # of the life that runs
     after = await run.survey()
     assert after.chain[:keep] == before.chain[:keep]
     if every:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,11 @@ from tests.conformance.test_local import LocalBed, bed  # noqa: F401 (a fixture)
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
+
+MOMENTS = int(os.environ.get("TRAINING_MOMENTS") or (20 if os.environ.get("FAULTS") == "all" else 4))
+"""How often the training is interrupted at random moments; the figure in docs/checkpoints.md has 20."""
+
+SEED = int(os.environ.get("TRAINING_SEED") or time.time())
 
 
 def example() -> Any:
@@ -40,8 +49,8 @@ def data(folder: Path) -> str:
     return str(folder)
 
 
-async def start(bed: LocalBed, tmp_path: Path, name: str, **env: str) -> Played:  # noqa: F811
-    function = FunctionSource.of(example().train.function, (data(tmp_path / name), STEPS))
+async def start(bed: LocalBed, tmp_path: Path, name: str, steps: int = STEPS, **env: str) -> Played:  # noqa: F811
+    function = FunctionSource.of(example().train.function, (data(tmp_path / name), steps))
     gang = Gang(
         nodes=2,
         gpus_per_node=2,
@@ -49,6 +58,7 @@ async def start(bed: LocalBed, tmp_path: Path, name: str, **env: str) -> Played:
         targets="local",
         env={"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", **env},
         checkpointing={"interval": 1},
+        recovery={"node_failures": None, "fruitless": 50, "backoff": 0.1, "backoff_max": 0.1},
         time_limit="20m",
     )
     return (await play(bed, tmp_path / f"{name}-state", gang)).start()
@@ -77,3 +87,39 @@ async def test_resumed_losses_are_those_of_an_uninterrupted_run(bed: LocalBed, t
     resumed = verdict.record["result"]
     assert resumed["resumed_from"] > 0
     assert resumed["losses"] == whole["losses"]
+
+
+async def test_weights_after_interruptions_at_random_moments(bed: LocalBed, tmp_path: Path) -> None:  # noqa: F811
+    """With and without notice, wherever it is: starting, computing, saving, ending. The weights are the same bits."""
+    pytest.importorskip("jax")
+    import numpy as np
+
+    steps, rng = 20 * MOMENTS, random.Random(SEED)
+    straight = await start(bed, tmp_path, "straight", steps)
+    whole = (await straight.verdict()).record["result"]
+
+    broken = await start(bed, tmp_path, "broken", steps, DEMO_PAUSE="0.15")
+    for moment in range(MOMENTS):
+        before = broken.run.attempts[-1].number if broken.run.attempts and moment else 0
+
+        async def living(before: int = before) -> bool:
+            current = broken.run.current
+            if current is None or current.number <= before:
+                return False
+            return any(life.attempt == current.number for life in await broken.lives())
+
+        await broken.until("a life of the next attempt", living)
+        await asyncio.sleep(rng.uniform(0.0, 6.0))
+        await bed.preempt(broken.job, notice=rng.random() < 0.5)
+    verdict = await broken.verdict()
+    assert verdict.success, (SEED, verdict)
+    resumed = verdict.record["result"]
+    starts = [life.start.step if life.start else 0 for life in await broken.lives()]
+    print(f"\n{MOMENTS} interruptions of {steps} steps, seed {SEED}; lives began at steps {starts}")
+    assert len(starts) > MOMENTS
+    assert starts == sorted(starts), "nothing that was saved is lost"
+    assert resumed["losses"] == whole["losses"], SEED
+    with np.load(whole["model"]) as one, np.load(resumed["model"]) as other:
+        assert one.files == other.files
+        for name in one.files:
+            assert one[name].tobytes() == other[name].tobytes(), (SEED, name)

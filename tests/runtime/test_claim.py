@@ -41,9 +41,9 @@ def a_node(job_id: str = "a", restart: int = 0) -> Node:
 
 def take(folder: Path, job_id: str = "a", restart: int = 0, **fields: Any) -> Claim:
     said: list[str] = []
-    got = claim(
-        Folder(str(folder)), a_job(folder, **fields), a_node(job_id, restart), "127.0.0.1:1", said.append
-    )
+    job = a_job(folder, **fields)
+    seed = None if job.seed is None else Folder(job.seed.channel)
+    got = claim(Folder(str(folder)), job, a_node(job_id, restart), "127.0.0.1:1", said.append, seed)
     (folder / "said").write_text("\n".join(said))
     return got
 
@@ -288,7 +288,7 @@ def test_hashing_is_bounded(tmp_path: Path) -> None:
     assert start_of(got) == (1, 100)
     assert got.start is not None
     assert not got.start.verified
-    assert "the ranks do the rest" in (tmp_path / "said").read_text()
+    assert "the rest comes later" in (tmp_path / "said").read_text()
 
 
 # -- agents that claim -----------------------------------------------------------------------------
@@ -404,13 +404,14 @@ def test_a_life_begins_where_another_place_left_off(tmp_path: Path, there: Path)
     got = seeded(tmp_path, 2, 30)
     assert (got.life, got.ancestors) == (7, ())
     assert got.start is not None
-    assert got.start.path == str(there / "checkpoints/0002/step-000000030")
-    assert read_json(Folder(str(tmp_path / "here")), "lives/0007.json")["from"]["dir"] == got.start.path
+    assert (got.start.seed, got.start.folder) == (True, "checkpoints/0002/step-000000030")
+    start = read_json(Folder(str(tmp_path / "here")), "lives/0007.json")["from"]
+    assert (start["dir"], start["seed"]) == (got.start.folder, True)
 
 
 def test_its_own_checkpoints_come_before_those_of_another_place(tmp_path: Path, there: Path) -> None:
     seeded(tmp_path, 2, 30)
-    assert seeded(tmp_path, 2, 30, restart=1).start.path.startswith(str(there))  # none of its own yet
+    assert seeded(tmp_path, 2, 30, restart=1).start.seed  # none of its own yet
     save(tmp_path / "here", 8, 40)
     assert seeded(tmp_path, 2, 30, restart=2).start.step == 40
 

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from airflow_gpu.runtime.checkpoint import Start, complete, prune, step_in, unfinished
+from airflow_gpu.runtime.checkpoint import Start, complete, step_in, unfinished
 from airflow_gpu.runtime.checkpointing import CheckpointError, GangCheckpoint
 from airflow_gpu.runtime.files import Folder
 from airflow_gpu.runtime.manifest import Manifest, listing
 from airflow_gpu.runtime.member import Identity
+from airflow_gpu.runtime.pruning import prune
 from airflow_gpu.runtime.saves import divide
 from tests.runtime.bed import NOTICE, QUICK, Bed, eventually
 from tests.runtime.test_claim import save
@@ -169,7 +170,7 @@ def test_retention(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, 1, step)
     save(tmp_path, 2, 40)
-    start = Start(1, 20, "step-000000020", "", True)
+    start = Start(1, 20, "step-000000020", True)
     for step in (25, 35, 45):
         save(tmp_path, 3, step)
     for life, step in ((3, 30), (3, 99), (1, 33)):
@@ -195,13 +196,13 @@ def test_retention_keeps_every_nth_step(tmp_path: Path) -> None:
     channel = Folder(str(tmp_path))
     for step in (50, 100, 110, 200, 300):
         save(tmp_path, 1, step)
-    start = Start(1, 110, "step-000000110", "", True)
+    start = Start(1, 110, "step-000000110", True)
     for step in (150, 200, 210, 220):
         save(tmp_path, 2, step)
     prune(channel, 2, 1, start, (1,), print, every=100)
     assert steps(tmp_path, 2) == [200, 220]
     assert steps(tmp_path, 1) == [100, 110]
-    later = Start(2, 220, "step-000000220", "", True)
+    later = Start(2, 220, "step-000000220", True)
     save(tmp_path, 3, 230)
     prune(channel, 3, 1, later, (2, 1), print, every=100)
     assert (steps(tmp_path, 1), steps(tmp_path, 2), steps(tmp_path, 3)) == ([100], [200, 220], [230])

@@ -118,6 +118,8 @@ def _checkpointing(gang: Gang, attempt: Attempt) -> dict[str, Any]:
         "interval": interval,
         "keep": gang.checkpointing.keep,
         "every": gang.checkpointing.every,
+        "local": gang.checkpointing.local,
+        "local_interval": gang.checkpointing.local_interval,
     }
     if interval == AUTO:
         provisioning = str((attempt.offer.get("chosen") or {}).get("provisioning") or "")

@@ -95,6 +95,15 @@ def _word(value: Any, info: ValidationInfo) -> Any:
     return _no_bytes(value)
 
 
+def _node_folder(value: str) -> str:
+    _one_line(value)
+    if not value.startswith("/") or value.rstrip("/") == "" or ".." in value.split("/"):
+        raise ValueError(
+            'must be the absolute path of a folder that every node has of its own, such as "/local/ckpt"'
+        )
+    return value
+
+
 def _env_name(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError("must be a name of letters, digits and _, not starting with a digit")
@@ -194,6 +203,7 @@ Priority: TypeAlias = Annotated[int, BeforeValidator(_no_bool), Field(ge=-(10**9
 Number: TypeAlias = Annotated[float, BeforeValidator(_no_bool), Field(gt=0)]
 Bytes: TypeAlias = Annotated[int, BeforeValidator(_memory), Field(le=2**60)]
 Seconds: TypeAlias = Annotated[float, BeforeValidator(seconds)]
+NodeFolder: TypeAlias = Annotated[str, AfterValidator(_node_folder)]
 SomeSeconds: TypeAlias = Annotated[float, BeforeValidator(seconds), Field(gt=0)]
 Interval: TypeAlias = Annotated[float | str, PlainValidator(_interval)]
 Text: TypeAlias = Annotated[

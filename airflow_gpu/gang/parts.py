@@ -16,6 +16,7 @@ from airflow_gpu.gang._fields import (
     Count,
     Duration,
     Interval,
+    NodeFolder,
     Number,
     Seconds,
     SomeSeconds,
@@ -92,6 +93,10 @@ class Checkpointing(Part):
     :param keep: how many complete checkpoints are kept, the newest; at least 1. Default 3.
     :param every: beside these, each complete checkpoint whose step is a multiple of this is kept; at least 1.
         None (default): none. What is kept so is never removed by itself.
+    :param local: folder on each node (a disk of its own, or ``/dev/shm``) for quick copies between the saves that
+        go to the channel. A gang that comes back to the same nodes starts from the copies when they are
+        further and whole on every node. None (default): every save goes to the channel.
+    :param local_interval: time between saves of either kind while there is a ``local``. Default 2 min.
     :param on_change: a retry or a cleared task whose program, arguments or environment differ from those that
         wrote the checkpoint begins again, and says so (``"fresh"``, default), or goes on from it
         (``"resume"``).
@@ -105,6 +110,8 @@ class Checkpointing(Part):
     interval: Interval | None = AUTO
     keep: AtLeastOne = 3
     every: AtLeastOne | None = None
+    local: NodeFolder | None = None
+    local_interval: SomeSeconds = 120.0
     on_change: Literal["fresh", "resume"] = "fresh"
     continue_previous: bool = False
 
@@ -116,6 +123,8 @@ class Checkpointing(Part):
             interval: Duration | None = AUTO,
             keep: Whole = 3,
             every: Whole | None = None,
+            local: str | None = None,
+            local_interval: Duration = 120.0,
             on_change: str = "fresh",
             continue_previous: bool | str = False,
         ) -> None: ...

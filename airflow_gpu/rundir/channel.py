@@ -60,6 +60,9 @@ class Channel:
         self.store = store
         self.path = path
         self._lives: dict[int, Life] = {}
+        self._local: dict[
+            int, int | None
+        ] = {}  # by life: the step of the nodes' own copies that it started from
         self._whole: dict[int, bool] = {}  # of lives that a newer one followed: did every rank succeed
 
     @property
@@ -176,10 +179,34 @@ class Channel:
             step=_int(progress.get("step")),
             progress=progress,
             checkpoint=checkpoint,
-            fruitless=_fruitless(mine),
+            fruitless=await self._fruitless(mine),
             fenced=next((x.reason for x in lives if x.fence and x.attempt >= attempt), ""),
             newest=mine[-1].number,
         )
+
+    async def _fruitless(self, lives: Sequence[Life]) -> int:
+        """Lives before the newest that started, in a row, from the same checkpoint as it did."""
+        same = list(itertools.takewhile(lambda life: life.start == lives[-1].start, reversed(lives[:-1])))
+        if not same:
+            return 0
+        newest = await self._local_start(lives[-1])
+        count = 0
+        for life in same:  # from the nodes' own copies they may have started further and further
+            if await self._local_start(life) != newest:
+                break
+            count += 1
+        return count
+
+    async def _local_start(self, life: Life) -> int | None:
+        """The step of the nodes' own copies from which a life started; None: it started from the channel."""
+        if life.number not in self._local:
+            body = await self._read(f"lives/{life.number:04d}/local.json") or {}
+            start = body.get("from")
+            found = _int(start.get("step")) if isinstance(start, dict) else None
+            if found is None and not await self.store.names(f"{self.path}/lives/{life.number:04d}/nodes"):
+                return None  # it may be written yet
+            self._local[life.number] = found
+        return self._local[life.number]
 
     async def _records(self, life: Life) -> list[dict[str, Any]]:
         """How the ranks of each node ended, from the nodes that have said so."""
@@ -351,12 +378,6 @@ def _failure(body: Mapping[str, Any] | None) -> Failure | None:
         tail=str(body.get("tail") or ""),
         message=str(body.get("message") or ""),
     )
-
-
-def _fruitless(lives: Sequence[Life]) -> int:
-    """Lives before the newest that started, in a row, from the same checkpoint as it did."""
-    before = itertools.takewhile(lambda life: life.start == lives[-1].start, reversed(lives[:-1]))
-    return sum(1 for _ in before)
 
 
 def _int(value: Any) -> int | None:

@@ -27,14 +27,14 @@ from airflow_gpu.runtime.claim import AlreadyDone, Claim, NoLife, NotClaimed, aw
 from airflow_gpu.runtime.control import FLUSH_SECONDS, Server, control_address, listen
 from airflow_gpu.runtime.environment import Place, mpi_environment, node_environment, rank_environment
 from airflow_gpu.runtime.files import Channel
+from airflow_gpu.runtime.hands import Hands
 from airflow_gpu.runtime.head import Head
 from airflow_gpu.runtime.job import Job, Node, Unusable
-from airflow_gpu.runtime.objects import NoClient, Objects
+from airflow_gpu.runtime.objects import NoClient
 from airflow_gpu.runtime.opening import Scratch, open_channel, take_credentials
 from airflow_gpu.runtime.ranks import Processes, Rank
 from airflow_gpu.runtime.records import create_surely, failure_record, node_record
 from airflow_gpu.runtime.remote import Remote, write_tools
-from airflow_gpu.runtime.transfer import Transfer, brought
 from airflow_gpu.runtime.wire import AGENT, Link, Message, Refused, Unreachable
 from airflow_gpu.runtime.words import (
     EXIT_FAILED,
@@ -79,7 +79,7 @@ class Agent:
         self.scratch = Scratch()
         self.channel: Channel
         self.seed: Channel  # of the checkpoint of another place to begin from, where there is one
-        self.transfer: Optional[Transfer] = None
+        self.hands: Hands
         self.inbox: queue.SimpleQueue[Tuple[str, Any]] = queue.SimpleQueue()
         self.processes = Processes(lambda rank: self.inbox.put(("ended", rank)))
         self.claim: Claim
@@ -92,6 +92,7 @@ class Agent:
         self.recorded = False
         self.unwritten = False  # the channel did not take this node's record
         self.lost: Optional[str] = None
+        self.succeeded = False  # the whole gang
         self.environment: Dict[str, str] = {}
         self._guard = guard
         self._tools = ""
@@ -152,9 +153,11 @@ class Agent:
                 self.seed = open_channel(seed.channel, seed.store, self.scratch, "seed")
         except OSError as error:
             raise Unusable(str(error)) from None
-        if isinstance(self.channel, Objects):
-            self.transfer = transfer = Transfer(self.channel, self._send, self.log)
-            self._handlers.update({"list": transfer.list, "upload": transfer.upload, "drop": transfer.drop})
+        try:
+            self.hands = Hands(self.job, self.node, self.channel, self.seed, self._send, self.log)
+        except OSError as error:
+            raise Unusable(f"checkpointing.local: {error}") from None
+        self._handlers.update(self.hands.handlers)
 
     # -- joining ----------------------------------------------------------------------------------
 
@@ -201,6 +204,7 @@ class Agent:
             "life": self.claim.life,
             "addr": self.node.address,
             "host": self.node.host,
+            "held": self.hands.held(),
         }
 
     def _meet(self, until: float) -> bool:
@@ -286,16 +290,15 @@ class Agent:
     def _on_start(self, m: Message) -> None:
         """All nodes are there. What they start from comes to this node first, beside the main loop if it takes time."""
         self.started = True
-        restore: Optional[Message] = m.get("restore")
-        channel = self.seed if restore is not None and restore.get("seed") else self.channel
-        if restore is None or channel.shared:
-            self._launch(m, channel.path(str(restore["dir"])) if restore else "", "")
-            return
+        here = threading.get_ident()
 
-        def work() -> None:
-            self.inbox.put(("brought", (m, *brought(channel, str(restore["dir"])))))
+        def then(where: str, error: str) -> None:
+            if threading.get_ident() == here:
+                self._launch(m, where, error)
+            else:
+                self.inbox.put(("brought", (m, where, error)))
 
-        threading.Thread(target=work, name="gang-restore", daemon=True).start()
+        self.hands.bring(self.claim.life, m.get("restore"), then)
 
     def _launch(self, m: Message, where: str, error: str) -> None:
         """Start the ranks, with the checkpoint at ``where``; or say why not."""
@@ -323,8 +326,8 @@ class Agent:
                 name = f"{logs}/rank-{number:05d}"
                 self.channel.folder(logs)
                 self.processes.start(number, local, self.job.command, env, self.channel.path(f"{name}.log"))
-                if self.transfer is not None:
-                    self.transfer.follow(name, close=local == 0)
+                if self.hands.logs is not None:
+                    self.hands.logs.follow(name, close=local == 0)
         except (OSError, Unusable) as error:
             self.log(f"the ranks cannot be started: {error}")
             self._send({"t": "broken", "message": str(error), "started": len(self.processes.ranks)})
@@ -351,6 +354,7 @@ class Agent:
             hydra_hostfile=hydra,
             rsh=rsh,
             restore=restore,
+            local=self.hands.local(self.claim.life),
             verified=bool(restore) and (not self.channel.shared or bool(m["restore"]["verified"])),
         )
 
@@ -401,8 +405,8 @@ class Agent:
             return  # node 0 says when: its record is the last, and a node without ranks ends with the others
         self.recorded = True
         self.processes.kill()  # what ranks left behind
-        if self.transfer is not None:
-            self.transfer.finish()
+        if self.hands.logs is not None:
+            self.hands.logs.finish()
         ranks = [rank.to_dict() for _, rank in sorted(self.processes.ranks.items())]
         self.unwritten = not create_surely(
             self.channel,
@@ -439,6 +443,7 @@ class Agent:
         code = int(m["code"])
         # A node whose ranks all ended well has done its part, whatever became of the others.
         self.code = 0 if self._all_good() else code
+        self.succeeded = m["kind"] == "ended" and code == 0
         if self.code == 0 and self.unwritten:
             self.code = EXIT_FAILED  # nobody could tell that it went well
         self.log(f"life {self.claim.life} is over ({m['kind']}); this node ends with {self.code}")
@@ -476,8 +481,8 @@ class Agent:
         if self.server is not None:
             self.server.call(self.server.stop)
             self.server.join(FLUSH_SECONDS + 1.0)
-        if self.transfer is not None:
-            self.transfer.close()
+        if hasattr(self, "hands"):
+            self.hands.close(self.succeeded)
         self.scratch.remove()
         if self._tools:
             shutil.rmtree(self._tools, ignore_errors=True)

@@ -184,6 +184,7 @@ class _Save:
     def __init__(self, member: Member, env: Mapping[str, str], step: int) -> None:
         self._member = member
         self._channel = Folder(env["GANG_DIR"])
+        self._local = env.get("GANG_LOCAL_DIR") or ""
         self._scratch: Optional[tempfile.TemporaryDirectory[str]] = None
         self._folder = ""
         self.step = step
@@ -199,7 +200,8 @@ class _Save:
             say(f"step {self.step} is saved already; this save goes to a temporary folder")
             self._scratch = tempfile.TemporaryDirectory(prefix=SCRATCH)
             return Path(self._scratch.name)
-        self._folder = self._channel.folder(str(go["dir"]))
+        place = Folder(self._local) if go.get("local") else self._channel
+        self._folder = place.folder(str(go["name"] if go.get("local") else go["dir"]))
         return Path(self._folder)
 
     def commit(self) -> bool:

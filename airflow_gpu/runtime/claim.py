@@ -77,6 +77,7 @@ class Claim:
     token: str
     start: Optional[Start] = None
     ancestors: Tuple[int, ...] = ()
+    earlier: Tuple[int, ...] = ()  # all lives whose checkpoints count, also those that the chain has left
     mtbf: Optional[float] = None  # seconds between interruptions, by what happened to the lives before
 
     @property
@@ -254,7 +255,8 @@ def claim(
         for folder in (f"{life_root(number)}/nodes", f"{life_root(number)}/logs", life_folder(number)):
             channel.folder(folder)
         mtbf = None if job.mtbf is None else observed_mtbf(job.mtbf, uptimes(channel, found))
-        return Claim(number, control, token, start, _chain(ancestors), mtbf)
+        earlier = tuple(ancestor.life for ancestor in ancestors)
+        return Claim(number, control, token, start, _chain(ancestors), earlier, mtbf)
 
 
 def uptimes(channel: Channel, found: List[Entry]) -> List[float]:

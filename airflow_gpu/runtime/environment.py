@@ -51,6 +51,7 @@ class Place:
     rsh: str = ""
     restore: str = ""  # the checkpoint to start from, on this node
     verified: bool = False  # every byte of it
+    local: str = ""  # this node's folder for quick copies
 
 
 def node_environment(place: Place, base: Mapping[str, str], secrets: Mapping[str, str]) -> Dict[str, str]:
@@ -60,6 +61,9 @@ def node_environment(place: Place, base: Mapping[str, str], secrets: Mapping[str
     restore = start.get("restore")
     nodes: List[Message] = start["nodes"]
     path = env.get("PYTHONPATH")
+    every = job.interval
+    if place.local:  # node 0 decides which of the saves go further than to the nodes' disks
+        every = job.local_interval if every is None else min(every, job.local_interval)
     env.update(
         {
             "NODE_RANK": str(place.node.rank),
@@ -86,8 +90,9 @@ def node_environment(place: Place, base: Mapping[str, str], secrets: Mapping[str
             "GANG_NODE_ADDR": place.node.address,
             "GANG_NODES": ",".join(str(node["addr"]) for node in nodes),
             "GANG_CHECKPOINT_DIR": place.checkpoints,
-            "GANG_CHECKPOINT_INTERVAL": "" if job.interval is None else repr(job.interval),
-            "GANG_MTBF": repr(float(start["mtbf"])) if start.get("mtbf") else "",
+            "GANG_CHECKPOINT_INTERVAL": "" if every is None else repr(every),
+            "GANG_MTBF": repr(float(start["mtbf"])) if start.get("mtbf") and not place.local else "",
+            "GANG_LOCAL_DIR": place.local,
             "GANG_RESTORE_DIR": place.restore,
             "GANG_RESTORE_STEP": str(restore["step"]) if restore else "0",
             "GANG_RESTORE_WORLD_SIZE": str(restore.get("world_size") or "") if restore else "",

@@ -22,6 +22,7 @@ from typing import Callable, Dict, List, Optional
 from airflow_gpu.runtime import manifest
 from airflow_gpu.runtime.claim import Claim, Entry, superseded
 from airflow_gpu.runtime.control import Peer, Server, free_ports
+from airflow_gpu.runtime.copies import Copy, Levels, common
 from airflow_gpu.runtime.ending import Ending
 from airflow_gpu.runtime.ends import notice_cause
 from airflow_gpu.runtime.files import Channel
@@ -31,12 +32,13 @@ from airflow_gpu.runtime.records import PROGRESS_SECONDS, Records
 from airflow_gpu.runtime.relay import Relay
 from airflow_gpu.runtime.saves import Saver, Saves, save_key
 from airflow_gpu.runtime.state import GATHERING, OVER, RUNNING, State, Tasks, Verdict
-from airflow_gpu.runtime.wire import AGENT, RANK, REMOTE, Message
+from airflow_gpu.runtime.wire import AGENT, HASH_SECONDS, RANK, REMOTE, Message
 from airflow_gpu.runtime.words import (
     EXIT_FAILED,
     EXIT_NOT_CLAIMED,
     EXIT_NOT_WHOLE,
     EXIT_PREEMPTED,
+    VERSION,
     Log,
 )
 
@@ -63,8 +65,9 @@ class Head:
         self._server = server
         self._log = log
         self._state = state = State(job, claim)
-        self._parts = None if channel.shared else Parts(self._living)
-        self._records = Records(channel, job, claim, log, None if self._parts is None else self._collect)
+        self._parts = Parts(self._living)
+        self._records = Records(channel, job, claim, log, None if channel.shared else self._collect)
+        self._looking = False  # at the nodes' own copies
         self._tasks = Tasks(server.loop, log)
         self._decisions: Dict[int, Message] = {}  # by block: what rank 0 has published
         self._relay = Relay(lambda: state.agents)
@@ -81,6 +84,7 @@ class Head:
             self._tasks.spawn,
             every=job.every,
             parts=self._parts,
+            levels=Levels(job.interval, claim.mtbf, server.loop.time()) if job.local else None,
         )
         self._grace = job.stop_grace
         self._fence = 0  # number of the fence that has left us time to save
@@ -111,7 +115,7 @@ class Head:
             "exec": self._relay.start,
             "output": self._relay.output,
             "exit": self._relay.exit,
-            **({} if self._parts is None else {"part": self._parts.heard}),
+            "part": self._parts.heard,
         }
         self._server.loop.call_later(self._job.barrier_timeout, self._not_whole)
         self._tasks.spawn(self._look())
@@ -143,7 +147,7 @@ class Head:
             f"node {peer.index} ({hello.get('host')}) is here, {len(state.agents)} of {self._job.nodes}"
         )
         if len(state.agents) == self._job.nodes:
-            self._server.loop.call_soon(self._start)
+            self._server.loop.call_soon(self._whole)
         return {"t": "welcome"}
 
     def message(self, peer: Peer, message: Message) -> None:
@@ -156,10 +160,10 @@ class Head:
         if peer.kind == AGENT and state.agents.get(peer.index) is peer:
             if state.phase == GATHERING:
                 del state.agents[peer.index]  # it may come again until the barrier's time is over
+                self._parts.abort(f"node {peer.index} is gone ({reason})")
             elif state.phase != OVER and peer.index not in state.done and peer.index not in state.lost:
                 self._relay.lost(peer.index)
-                if self._parts is not None:
-                    self._parts.abort(f"node {peer.index} is gone ({reason})")
+                self._parts.abort(f"node {peer.index} is gone ({reason})")
                 self._ending.lost(peer.index, reason)
         elif peer.kind == RANK and state.ranks.get(peer.index) is peer:
             del state.ranks[peer.index]
@@ -174,7 +178,6 @@ class Head:
 
     def _collect(self, folder: str) -> Optional[List[manifest.Entry]]:
         """For the recorder's threads: a program's checkpoint from all nodes; None when that failed."""
-        assert self._parts is not None
         task = asyncio.run_coroutine_threadsafe(self._parts.collect(folder), self._server.loop)
         try:
             return task.result()
@@ -195,7 +198,37 @@ class Head:
 
     # -- the barrier --------------------------------------------------------------------------
 
-    def _start(self) -> None:
+    def _whole(self) -> None:
+        """All nodes are here."""
+        if not self._job.local:
+            self._start(None)
+        elif not self._looking:
+            self._looking = True
+            self._tasks.spawn(self._look_at_copies())
+
+    async def _look_at_copies(self) -> None:
+        """Is there a further checkpoint on the nodes' own disks, whole on each of them?"""
+        held = [map(Copy.of, peer.hello.get("held") or ()) for peer in self._state.agents.values()]
+        claim, world = self._state.claim, self._job.world_size
+        found: Optional[Copy] = None
+        for copy in common(held, claim.earlier, claim.start, world):
+            try:
+                answers = await self._parts.copies({"t": "check", **copy.to_dict()}, HASH_SECONDS)
+            except NotCollected as error:
+                self._log(f"the nodes' copies of step {copy.step} cannot be used: {error}")
+                if len(self._state.agents) < self._job.nodes:
+                    break
+                continue
+            wrong = {node: answer["wrong"] for node, answer in answers.items() if answer["wrong"]}
+            if not wrong:
+                found = copy
+                break
+            node, why = sorted(wrong.items())[0]
+            self._log(f"the nodes' copies of step {copy.step} are passed over: node {node}: {why}")
+        self._looking = False
+        self._start(found)
+
+    def _start(self, copy: Optional[Copy]) -> None:
         state = self._state
         if state.phase != GATHERING or len(state.agents) < self._job.nodes:
             return
@@ -203,6 +236,16 @@ class Head:
         master, jax = free_ports(2)
         nodes = [state.agents[node].hello for node in range(self._job.nodes)]
         start = state.claim.start
+        restore: Optional[Message] = None
+        if copy is not None:
+            restore = {**copy.to_dict(), "local": True, "verified": True}
+            body = {"v": VERSION, "life": state.claim.life, "from": {"life": copy.life, "step": copy.step}}
+            self._tasks.write(self._records.note, "local.json", body)
+            self._log(
+                f"the nodes have copies of step {copy.step} on their own disks: the ranks start from those"
+            )
+        elif start is not None:
+            restore = {**start.to_dict(), "verified": start.verified, "world_size": start.world_size}
         self._log(f"all {self._job.nodes} nodes are here; the ranks start")
         state.to_agents(
             {
@@ -212,14 +255,15 @@ class Head:
                 "jax_port": jax,
                 "nodes": [{"addr": hello.get("addr"), "host": hello.get("host")} for hello in nodes],
                 "mtbf": state.claim.mtbf,
-                "restore": None
-                if start is None
-                else {**start.to_dict(), "verified": start.verified, "world_size": start.world_size},
+                "restore": restore,
             }
         )
 
     def _not_whole(self) -> None:
         if self._state.phase != GATHERING:
+            return
+        if self._looking:  # all are there, and are busy with their copies
+            self._server.loop.call_later(self._job.barrier_timeout, self._not_whole)
             return
         missing = [node for node in range(self._job.nodes) if node not in self._state.agents]
         shown = ", ".join(map(str, missing[:SHOWN_NODES])) + (", ..." if len(missing) > SHOWN_NODES else "")

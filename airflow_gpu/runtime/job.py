@@ -82,6 +82,8 @@ class Job:
     every: Optional[int] = None  # beside the newest ``keep``, checkpoints of these steps' multiples are kept
     seed: Optional[Seed] = None  # where to begin while this channel has no checkpoint for it
     store: Mapping[str, Any] = field(default_factory=dict)  # options of an object store; none is secret
+    local: str = ""  # folder of each node for quick copies of checkpoints; empty: all saves go to the channel
+    local_interval: float = 120.0  # seconds between saves of either kind
 
     @property
     def world_size(self) -> int:
@@ -150,6 +152,8 @@ class Job:
                     dict(seed.get("store") or {}),
                 ),
                 store=dict(body.get("store") or {}),
+                local=str(checkpoint.get("local") or ""),
+                local_interval=float(checkpoint.get("local_interval") or 120.0),
             )
         except KeyError as error:
             raise Unusable(f"the payload lacks the field {error}") from None

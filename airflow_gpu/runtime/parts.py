@@ -55,10 +55,18 @@ class Parts:
             raise NotCollected("not all files were uploaded")
         return sorted(entries, key=lambda entry: entry.path)
 
+    async def copies(self, message: Message, seconds: float) -> Dict[int, Message]:
+        """The same question to every node about its own copies; answers by node. Raises NotCollected."""
+        return await self._ask({node: dict(message) for node in self._agents()}, seconds, str(message["t"]))
+
+    def tell(self, message: Message) -> None:
+        """To every node; nobody answers."""
+        for peer in self._agents().values():
+            peer.send(message)
+
     def drop(self, folder: str) -> None:
         """It is on the channel: the nodes need not keep their copies, nor any of an earlier step beside it."""
-        for peer in self._agents().values():
-            peer.send({"t": "drop", "dir": folder})
+        self.tell({"t": "drop", "dir": folder})
 
     def heard(self, peer: Peer, m: Message) -> None:
         """An agent's answer."""

@@ -106,6 +106,10 @@ class Records:
         body = {"v": VERSION, "life": self._life, "node": node, "source": source, "cause": cause, "at": utc()}
         create_surely(self._channel, f"{self._root}/notice.json", to_json(body), self._report)
 
+    def note(self, name: str, body: Dict[str, Any]) -> None:
+        """A further file of the life, for whoever reads it later."""
+        create_surely(self._channel, f"{self._root}/{name}", to_json({**body, "at": utc()}), self._report)
+
     def note_progress(self, step: int, total: Optional[int], metrics: Dict[str, Any]) -> None:
         """Kept, to be written when it is time. Does not block."""
         self._progress = {

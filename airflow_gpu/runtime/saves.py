@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 from airflow_gpu.runtime.checkpoint import Start, life_folder, save_name, saving_mark
+from airflow_gpu.runtime.copies import Levels
 from airflow_gpu.runtime.files import Channel, Exists, to_json
 from airflow_gpu.runtime.manifest import MANIFEST, Entry, Manifest, digest_of, listing
 from airflow_gpu.runtime.parts import NotCollected, Parts
@@ -61,6 +62,8 @@ class Saver:
 class _Save:
     key: Key
     name: str
+    local: bool = False  # to the nodes' own disks
+    begun_at: float = 0.0
     skip: bool = False  # an earlier try is committed: what is written now goes nowhere
     hold: bool = False  # it began after a notice: every rank waits for it, and leaves
     ready: bool = False  # its folder is there
@@ -103,12 +106,14 @@ class Saves:
         spawn: Callable[[Awaitable[None]], None],
         every: Optional[int] = None,
         parts: Optional[Parts] = None,
+        levels: Optional[Levels] = None,
     ) -> None:
         self._channel = channel
         self._life = life
         self._keep = keep
         self._every = every
         self._parts = parts
+        self._levels = levels
         self._start = start
         self._ancestors = ancestors
         self._savers = savers
@@ -133,6 +138,9 @@ class Saves:
         if save is None:
             skip = key[0] in self._committed
             save = self._saves[key] = _Save(key, save_name(key[0]), skip=skip, hold=self._noticed())
+            save.begun_at = asyncio.get_running_loop().time()
+            if self._levels is not None and not save.hold:
+                save.local = not self._levels.to_channel(save.begun_at)
             for departed, reason in self._departed.items():
                 self.give_up(key, f"rank {departed} is gone ({reason})")
             if not save.skip:
@@ -142,7 +150,10 @@ class Saves:
             self._go(save, saver)
 
     def _go(self, save: _Save, saver: Saver) -> None:
-        saver.send(save.message("go", dir=f"{self._root}/{save.name}", skip=save.skip, hold=save.hold))
+        folder = f"{self._root}/{save.name}"
+        saver.send(
+            save.message("go", dir=folder, name=save.name, local=save.local, skip=save.skip, hold=save.hold)
+        )
 
     def written(self, rank: int, key: Key) -> None:
         save, saver = self._saves.get(key), self._savers().get(rank)
@@ -203,7 +214,8 @@ class Saves:
         world = self._world()
         try:
             try:
-                await self._disk(self._prepare, save)
+                if not save.local:
+                    await self._disk(self._prepare, save)
             except OSError as error:  # the ranks will find out too; they must not wait for the folder
                 self.give_up(save.key, f"its folder could not be made: {error}")
             save.ready = True
@@ -213,7 +225,10 @@ class Saves:
             await self._until(
                 save, lambda: len(save.written) >= world, WRITE_SECONDS, self._missing(save, world)
             )
-            if self._parts is None:
+            if save.local:
+                await self._keep_copies(save, world)
+                return
+            if self._channel.shared or self._parts is None:
                 await self._hash(save, await self._view(save))
             else:
                 save.entries = await self._parts.collect(f"{self._root}/{save.name}")
@@ -229,13 +244,12 @@ class Saves:
                 f"checkpoint of step {save.step} is complete: {len(manifest.files)} files, {size} bytes"
             )
             self._finish(save, None)
-            if self._parts is not None:
-                self._parts.drop(f"{self._root}/{save.name}")
+            self._let_go(save)
         except (GivenUp, NotCollected) as error:
             self._finish(save, str(error))
         except OSError as error:
             self._finish(save, f"the channel could not be written: {error}")
-        if save.outcome is not None and save.outcome["ok"] and not self._pruning:
+        if save.outcome is not None and save.outcome["ok"] and not self._pruning and not save.local:
             self._pruning = True
             try:
                 await self._disk(self._prune)
@@ -243,6 +257,26 @@ class Saves:
                 pass  # the life will hear of it soon
             finally:
                 self._pruning = False
+
+    async def _keep_copies(self, save: _Save, world: int) -> None:
+        """Every node hashes its own part, where it lies."""
+        assert self._parts is not None
+        message = {"t": "keep", "life": self._life, "name": save.name, "step": save.step, "world": world}
+        answers = await self._parts.copies(message, HASH_SECONDS)
+        size = sum(int(answer["bytes"]) for answer in answers.values())
+        self._report(f"checkpoint of step {save.step} is complete on the nodes' own disks: {size} bytes")
+        self._committed.add(save.step)
+        self._finish(save, None)
+        self._parts.tell({"t": "kept", "life": self._life, "name": save.name})
+
+    def _let_go(self, save: _Save) -> None:
+        """It is on the channel: older copies on the nodes are of no use."""
+        if self._levels is not None:
+            self._levels.saved(save.begun_at, asyncio.get_running_loop().time())
+        if self._parts is not None and not self._channel.shared:
+            self._parts.drop(f"{self._root}/{save.name}")
+        if self._parts is not None and self._levels is not None:
+            self._parts.tell({"t": "kept", "life": self._life, "name": save.name})
 
     def _prune(self) -> None:
         prune(

@@ -1,9 +1,8 @@
-"""What an agent moves between its node and a channel that is no folder: logs up, checkpoints up and down.
+"""Between a node and a channel that is no folder: logs go up while they grow, checkpoints come down.
 
-Purpose: all of it happens in threads of its own, so that the agent goes on
-hearing notices. Logs are uploaded in pieces as they grow, each piece once; at
-the end of a rank the rest. The lowest rank of a node is followed closely, since
-people watch it, the others at greater intervals.
+Purpose: logs are uploaded in pieces, each once, in a thread of their own; at
+the end of the ranks the rest. The lowest rank of a node is followed closely,
+since people watch it, the others at greater intervals.
 
 Limits: the last seconds of a log are lost when a node dies; the tail of a rank
 that failed is in failure.json all the same.
@@ -13,14 +12,12 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, Dict, Optional, Tuple
 
 from airflow_gpu.runtime.checkpoint import differs, manifest_of, mark_bad
 from airflow_gpu.runtime.files import Channel, Folder, Missing
-from airflow_gpu.runtime.manifest import MANIFEST, BadManifest, listing
+from airflow_gpu.runtime.manifest import MANIFEST, BadManifest
 from airflow_gpu.runtime.objects import Objects
-from airflow_gpu.runtime.wire import Message
 
 LOG_SECONDS = 3.0
 """Between two pieces of the log that people watch, while the life is young."""
@@ -40,55 +37,16 @@ PIECE = 8 << 20
 """Bytes. A larger piece is uploaded as several."""
 
 
-class Transfer:
-    """One agent's. ``answer`` sends to node 0, from any thread."""
+class Logs:
+    """Uploads the growing logs of one node."""
 
-    def __init__(
-        self, channel: Objects, answer: Callable[[Message], None], say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, channel: Objects, say: Callable[[str], None]) -> None:
         self._channel = channel
-        self._answer = answer
         self._say = say
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="gang-transfer")
         self._logs: Dict[str, _Log] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="gang-logs", daemon=True)
         self._thread.start()
-
-    # -- checkpoints ---------------------------------------------------------------------------------
-
-    def list(self, m: Message) -> None:
-        self._work(m, lambda: {"names": listing(self._channel.folder(str(m["dir"])))})
-
-    def upload(self, m: Message) -> None:
-        def work() -> Message:
-            entries = self._channel.upload(str(m["dir"]), [str(name) for name in m["names"]])
-            return {"files": [[entry.path, entry.size, entry.sha256] for entry in entries]}
-
-        self._work(m, work)
-
-    def drop(self, m: Message) -> None:
-        """This node's copy, and those of earlier saves beside it that came to nothing."""
-        root, _, name = str(m["dir"]).rpartition("/")
-
-        def work() -> None:
-            for other in self._channel.here.names(root):
-                if other <= name and len(other) == len(name):
-                    self._channel.here.remove_tree(f"{root}/{other}")
-
-        self._pool.submit(work)
-
-    def _work(self, m: Message, work: Callable[[], Message]) -> None:
-        def run() -> None:
-            try:
-                answer = work()
-            except Exception as error:  # node 0 must hear of whatever it is
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            self._answer({"t": "part", "id": m["id"], **answer})
-
-        self._pool.submit(run)
-
-    # -- logs ------------------------------------------------------------------------------------------
 
     def follow(self, name: str, close: bool) -> None:
         """Upload a growing file of this node. ``name``: below the channel, without ``.log``."""
@@ -122,10 +80,6 @@ class Transfer:
                 log.sent += len(data)
         except OSError as error:
             self._say(f"{log.path} could not be uploaded: {error}")
-
-    def close(self) -> None:
-        self._ended.set()
-        self._pool.shutdown(wait=False)
 
 
 class _Log:

@@ -30,7 +30,7 @@ from airflow_gpu.runtime.files import Channel
 from airflow_gpu.runtime.hands import Hands
 from airflow_gpu.runtime.head import Head
 from airflow_gpu.runtime.job import Job, Node, Unusable
-from airflow_gpu.runtime.objects import NoClient
+from airflow_gpu.runtime.objects import NoClient, is_uri
 from airflow_gpu.runtime.opening import Scratch, open_channel, take_credentials
 from airflow_gpu.runtime.ranks import Processes, Rank
 from airflow_gpu.runtime.records import create_surely, failure_record, node_record
@@ -145,7 +145,8 @@ class Agent:
 
     def _open(self) -> None:
         """The channel. Raises NoClient, Unusable."""
-        take_credentials(self.job.secrets())
+        if is_uri(self.job.channel) or (self.job.seed is not None and is_uri(self.job.seed.channel)):
+            take_credentials(self.job.secrets())
         try:
             self.channel = self.seed = open_channel(self.job.channel, self.job.store, self.scratch, "channel")
             if self.job.seed is not None:

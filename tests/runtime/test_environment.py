@@ -25,7 +25,20 @@ START = {
 def environment(tmp_path: Path, base: dict[str, str], local: int = 1, **fields: Any) -> dict[str, str]:
     job = a_job(tmp_path, **{"nodes": 2, "ranks_per_node": 4, **fields})
     node = Node.of(job, {"GANG_NODE_RANK": "1", "GANG_JOB_ID": "j", "GANG_NODE_ADDR": "10.0.0.2", **base})
-    place = Place(job, node, 3, "10.0.0.1:1", "t", START, str(tmp_path), str(tmp_path / "c"), "/r.pyz")
+    there = str(tmp_path / "checkpoints/0001/step-000000007")
+    place = Place(
+        job,
+        node,
+        3,
+        "10.0.0.1:1",
+        "t",
+        START,
+        str(tmp_path),
+        str(tmp_path / "c"),
+        "/r.pyz",
+        restore=there,
+        verified=True,
+    )
     return rank_environment(place, node_environment(place, base, {"SECRET": "s"}), local)
 
 

@@ -214,7 +214,7 @@ def test_what_a_killed_agent_left_is_removed_by_the_next(make_objects: Make) -> 
     other = bed.start(job, restart=1)
     eventually(lambda: bed.read("lives/0002.json"))
     eventually(lambda: not set(left) & set(bed.left()))
-    assert len(bed.left()) == 2, "the living ones have theirs"
+    eventually(lambda: len(bed.left()) == 2, "the living ones have theirs")
     other.end()
 
 
@@ -231,7 +231,7 @@ def test_a_store_that_is_away_is_waited_for_and_named(make_objects: Make) -> Non
     job = bed.payload(script="print('hello')", store={**bed.options, "endpoint": "http://127.0.0.1:9"})
     life = bed.start(job)
     codes = life.wait()
-    assert set(codes) <= {1, 64, 75}, codes
+    assert codes == [77, 77], "the gang has not become whole; the driver tries again"
     assert bed.uri in life.log()
 
 

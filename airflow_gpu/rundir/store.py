@@ -319,7 +319,9 @@ class Store:
                 if self.folder is None:
                     raise self._no_bucket() from None
                 return []
-            return sorted(Entry(meta["path"], meta["size"]) for meta in found if _shown(meta["path"]))
+            # A store may ignore where to begin, as fake-gcs-server does.
+            entries = (Entry(meta["path"], meta["size"]) for meta in found if _shown(meta["path"]))
+            return sorted(entry for entry in entries if entry.path > after)
 
         return await self._retry(once, prefix)
 

@@ -143,7 +143,9 @@ def as_connection(server: Server) -> Any:
     if server.name == "gcs":
         extra = {"keyfile_dict": {**GOOGLE_KEY, "gcs_base_url": options["base_url"]}, "allow_http": True}
         return conn("google_cloud_platform", extra)
-    return conn("wasb", host=options["endpoint"], login=options["account_name"], password=options["account_key"])
+    return conn(
+        "wasb", host=options["endpoint"], login=options["account_name"], password=options["account_key"]
+    )
 
 
 async def test_real_stores_take_them(server: Server) -> None:
@@ -215,7 +217,9 @@ def test_names_and_values_as_the_job_reads_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["endpoint", "aws_endpoint", "google_base_url"])
-@pytest.mark.parametrize("url", [f"http://me:{KEY}@minio", f"https://minio?sig={KEY}", f"https://{KEY}@minio"])
+@pytest.mark.parametrize(
+    "url", [f"http://me:{KEY}@minio", f"https://minio?sig={KEY}", f"https://{KEY}@minio"]
+)
 def test_an_address_with_a_password_is_not_told(name: str, url: str) -> None:
     with pytest.raises(StoreError) as refused:
         public_options({name: url})

@@ -49,10 +49,16 @@ def test_from_a_connection_where_numbers_are_text() -> None:
         ({"requeue": "perhaps"}, "requeue must be true or false, got 'perhaps'"),
         ({"accelerator": " "}, "accelerator must not be empty"),
         ({"channel": "hdfs://name/x"}, "channel must be a folder of this machine"),
-        ({"channel": "hdfs://name/x"}, "channel must be a folder of this machine (a path or file:///...) or one of s3://, gs://, az://, abfs://, abfss://, got 'hdfs://name/x'"),
+        (
+            {"channel": "hdfs://name/x"},
+            "channel must be a folder of this machine (a path or file:///...) or one of s3://, gs://, az://, abfs://, abfss://, got 'hdfs://name/x'",
+        ),
         ({"channel": "s3://"}, "channel must be a folder, or bucket and prefix such as s3://bucket/gangs"),
         ({"channel": "s3://key:hunter2@bucket"}, "channel must be a folder, or bucket and prefix such as s3"),
-        ({"channel": "az://bucket/x?sig=hunter2"}, "channel must be a folder, or bucket and prefix such as az"),
+        (
+            {"channel": "az://bucket/x?sig=hunter2"},
+            "channel must be a folder, or bucket and prefix such as az",
+        ),
         ({"channel": "runs"}, "channel must be an absolute path, got 'runs'"),
         ({"gpu_per_node": 1}, "unknown field 'gpu_per_node'; known are "),
         ({"pass_env": 3}, "pass_env must be a list of names, got 3"),

@@ -14,8 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from airflow_gpu.acting import World
+from airflow_gpu.cli.main import commands
 from airflow_gpu.driver import Driver
 from airflow_gpu.gang.function import FunctionSource
 from airflow_gpu.gang.identity import RunKey, run_path
@@ -200,6 +202,35 @@ def cluster(tmp_path: Path) -> Iterator[Path]:
         Admin(path).stop(gangs=True)
 
 
+async def commands_read_it(s3: Server, root: str, tmp_path: Path) -> None:
+    """With the connection that the settings name, and nothing in the environment."""
+    minio = as_connection(s3)
+    connection = {
+        "conn_type": "aws",
+        "login": minio.login,
+        "password": minio.password,
+        "extra": minio.extra_dejson,
+    }
+    env = {
+        "AIRFLOW_HOME": str(tmp_path),
+        "AIRFLOW_CONFIG": None,
+        "AIRFLOW__GPU__INSTALLATION": KEY.installation,
+        "AIRFLOW__GPU__STATE_URI": str(tmp_path / "state"),
+        "AIRFLOW__GPU__STORE_CONN_IDS": json.dumps({root: "minio"}),
+        "AIRFLOW_CONN_MINIO": json.dumps(connection),
+        "AWS_ACCESS_KEY_ID": None,
+        "AWS_SECRET_ACCESS_KEY": None,
+    }
+
+    async def told(*arguments: str) -> str:
+        result = await asyncio.to_thread(CliRunner(env=env).invoke, commands, list(arguments))
+        assert result.exit_code == 0, (result.output, result.exception)
+        return result.stdout
+
+    assert await told("logs", "dag/run/task") == "hello from an object store\nand goodbye\n"
+    assert json.loads(await told("checkpoints", "list", "dag/run/task", "--json"))["ok"]
+
+
 async def test_a_gang_from_its_start_to_its_verdict(s3: Server, tmp_path: Path, cluster: Path) -> None:
     """Driver, store and local target are real; the agent is a stand-in that writes what the runtime would."""
     root = f"{s3.uri}/{secrets.token_hex(6)}"
@@ -242,6 +273,7 @@ async def test_a_gang_from_its_start_to_its_verdict(s3: Server, tmp_path: Path, 
     assert s3.options["secret_access_key"] not in json.dumps([said, verdict.record])
     for file in (tmp_path / "state").rglob("*.json"):
         assert s3.options["secret_access_key"] not in file.read_text()
+    await commands_read_it(s3, root, tmp_path)
     everything = Store(root, s3.options)
     for entry in await everything.list():
         assert s3.options["secret_access_key"].encode() not in await everything.get(entry.path)

@@ -93,7 +93,7 @@ def store_options(conn: Any) -> dict[str, Any]:
             )
     try:
         found = _TRANSLATED.get(kind, _nothing)(conn, extra)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         # The error itself could hold a part of a key.
         raise StoreError(
             f"connection {conn.conn_id!r}: its fields cannot be understood ({type(error).__name__})"

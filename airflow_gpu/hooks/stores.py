@@ -80,8 +80,10 @@ def conn_ids(text: str | None) -> dict[str, str]:
 def with_state(given: Mapping[str, str], state_uri: str, state_conn_id: str | None) -> dict[str, str]:
     """``store_conn_ids`` with what ``state_conn_id`` says: it counts for the state URI, and for the rest of its
     bucket where no other is named."""
-    if not state_conn_id or not is_object_store(state_uri):
+    if not state_conn_id:
         return dict(given)
+    if not is_object_store(state_uri):  # a folder needs none, but one that is named must be there
+        return {**given, state_uri: state_conn_id}
     parts = urlsplit(state_uri)
     bucket = f"{parts.scheme}://{parts.netloc}"
     known = {_segments(prefix) for prefix in given}
@@ -113,13 +115,16 @@ class Credentials:
     """
 
     def __init__(self, given: Mapping[str, str], find: Callable[[str], Awaitable[Any]]) -> None:
-        self._given = [(_segments(prefix), conn_id) for prefix, conn_id in given.items()]
+        self._exact = dict(given)
+        self._given = [
+            (_segments(prefix), conn_id) for prefix, conn_id in given.items() if is_object_store(prefix)
+        ]
         self._find = find
 
     def conn_id(self, uri: str) -> str:
         """The connection for a URI; empty where the credentials of the environment count."""
         if not is_object_store(uri):
-            return ""
+            return self._exact.get(uri, "")
         mine = _segments(uri)
         fitting = [(len(prefix), conn_id) for prefix, conn_id in self._given if mine[: len(prefix)] == prefix]
         return max(fitting)[1] if fitting else ""
@@ -135,9 +140,10 @@ class Credentials:
         try:
             conn = await self._find(conn_id)
         except NoSuchConnection:
+            kind = f" with the type {advised(uri)[0]!r}" if is_object_store(uri) else ""
             raise NoConnection(
                 f"{uri}: there is no connection {conn_id!r}, which {SETTING} or [gpu] state_conn_id names. Create it "
-                f"in Airflow with the type {advised(uri)[0]!r}, or set AIRFLOW_CONN_{conn_id.upper()}"
+                f"in Airflow{kind}, or set AIRFLOW_CONN_{conn_id.upper()}"
             ) from None
         except Exception as error:
             # Of what it says only the kind: a backend's error may hold what it was asked with.

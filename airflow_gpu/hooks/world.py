@@ -105,7 +105,13 @@ async def _read_target(conn_id: str, cached: tuple[float, str, Target] | None) -
     else:
         found = build_target(conn)
     found.name = conn_id
-    await tell_jobs(found, credentials())
+    try:
+        await tell_jobs(found, credentials())
+    except NotConfigured:
+        raise
+    except TargetError:
+        if cached is None or found is not cached[2]:
+            raise  # else what its jobs were told the last time still holds
     shared.targets[conn_id] = (time.monotonic(), print_, found)
     return found
 

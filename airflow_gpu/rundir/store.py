@@ -162,14 +162,14 @@ class Store:
         self._cached: Any = None
         self._asked = Asked(options) if callable(options) else None
         self._opened_with: dict[str, Any] | None = None  # of what was asked for
-        if self.folder is not None:
-            if options:
-                names = "" if callable(options) else f", not {sorted(options)}"
-                raise StoreError(f"{self.uri}: a local folder takes no options{names}")
-        elif not callable(options):
+        if not callable(options):
             self._open(dict(options or {}))
 
     def _open(self, options: dict[str, Any]) -> None:
+        if self.folder is not None:  # opened by its first reader
+            if options:
+                raise StoreError(f"{self.uri}: a local folder takes no options, not {sorted(options)}")
+            return
         # The older secrets too: what was begun with them may still fail.
         self._secrets = list(dict.fromkeys([*_values(options), *self._secrets]))[:SECRETS_KNOWN]
         try:

@@ -73,7 +73,9 @@ def test_the_state_store_has_its_own_connection() -> None:
     alone = known(with_state({}, "s3://b/state", "state"))
     assert alone.conn_id("s3://b/channel") == "state", "the rest of its bucket, as the pages always had it"
     assert alone.conn_id("s3://c/channel") == ""
-    assert with_state(given, "file:///x", "state") == given
+    folder = known(with_state(given, "file:///x", "state"))
+    assert folder.conn_id("file:///x") == "state", "a folder needs none, but one that is named must be there"
+    assert folder.conn_id("file:///x/y") == ""
 
 
 @pytest.mark.parametrize(
@@ -196,6 +198,8 @@ async def test_a_connection_that_is_not_there(vault: Vault) -> None:
     vault.away = NoSuchConnection("vault")
     with pytest.raises(NoConnection) as failed:
         await vault.store().ready()
+    with pytest.raises(NoConnection, match="'vault'"):  # a folder needs none, but this one was named
+        await Credentials({"file:///x": "vault"}, vault.find).open("file:///x").ready()
     for words in ("'vault'", "[gpu] store_conn_ids", "AIRFLOW_CONN_VAULT", "'aws'"):
         assert words in str(failed.value)
 
@@ -218,12 +222,19 @@ async def test_one_caller_that_is_cancelled_does_not_end_it_for_the_others(vault
     assert await store.names() == ["b"]
 
 
-def test_a_folder_takes_none(tmp_path: Any) -> None:
-    async def source() -> dict[str, Any]:
-        return {}
+async def test_a_folder_takes_none(tmp_path: Any) -> None:
+    given: dict[str, Any] = {}
 
-    with pytest.raises(StoreError, match="a local folder takes no options"):
-        Store(str(tmp_path), source)
+    async def source() -> dict[str, Any]:
+        return given
+
+    await Store(str(tmp_path), source).create("a", b"x")
+    given["access_key_id"] = SECRET
+    with pytest.raises(
+        StoreError, match=r"a local folder takes no options, not \['access_key_id'\]"
+    ) as refused:
+        await Store(str(tmp_path), source).get("a")
+    assert SECRET not in str(refused.value)
     assert Credentials({"s3://": "x"}, lambda _: source()).open(str(tmp_path)).folder == tmp_path
 
 

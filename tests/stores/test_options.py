@@ -117,6 +117,10 @@ def test_translated(given: Any, options: dict[str, Any]) -> None:
         (conn("aws", {"profile_name": "p"}), "profile_name cannot be used"),
         (conn("google_cloud_platform", {"key_secret_name": "s"}), "key_secret_name cannot be used"),
         (conn("google_cloud_platform", {"impersonation_chain": "a"}), "impersonation_chain cannot be used"),
+        (
+            conn("aws", {"verify": "/no/such/bundle.pem"}),
+            "its fields cannot be understood (FileNotFoundError)",
+        ),
         (conn("wasb", {"connection_string": KEY}), "its fields cannot be understood"),
         (conn("aws", {"config_kwargs": f"{{{KEY}"}), "its fields cannot be understood"),
     ],

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from airflow_gpu.gang.identity import RunKey, run_path
 from airflow_gpu.gang.run import Attempt
@@ -28,13 +29,19 @@ PROGRESS_EVERY = 30.0
 """Seconds between two lines of the task log that say how far the gang is."""
 
 
+async def nothing_public(uri: str) -> Mapping[str, Any]:
+    """No options: jobs find the store at this URI by themselves."""
+    return {}
+
+
 @dataclass(frozen=True)
 class World:
     """What the driver needs of the world outside; tests give their own.
 
     ``target`` answers the target for a connection id, ``channel_store`` the
     store at a channel's root URI, ``secrets`` resolves references to values at the
-    moment of a submit. ``say`` takes lines for people. ``pace`` is shared by all
+    moment of a submit. ``public`` answers what a job may be told of the store at a
+    URI: obstore's options without a secret. ``say`` takes lines for people. ``pace`` is shared by all
     drivers of a process.
     """
 
@@ -46,6 +53,7 @@ class World:
     secrets: Callable[[Mapping[str, str]], Awaitable[Mapping[str, str]]]
     say: Callable[[str], None]
     rank_log: Callable[[str], None]
+    public: Callable[[str], Awaitable[Mapping[str, Any]]] = nothing_public
     poll: float = 5.0
     pace: Pace = field(default_factory=Pace)
 

@@ -256,9 +256,12 @@ class Driver(Stopping):
         gang, channel = self._gang_of(attempt), self.channel(attempt)
         try:
             target = await self.world.target(attempt.target)
-            await stage(channel, target, self.key, self.incarnation, gang, attempt)
+            told = await self.world.public(attempt.seed.channel) if attempt.seed is not None else {}
+            files = await stage(channel, target, self.key, self.incarnation, gang, attempt, told)
             secrets = await self.world.secrets(gang.secrets)
-            job = job_for(channel, target, self.key, self.incarnation, gang, attempt, secrets, self._blamed())
+            job = job_for(
+                channel, target, self.key, self.incarnation, gang, attempt, secrets, self._blamed(), files
+            )
             platform_id = await bounded(_uncancelled(target.submit(job)), attempt.target)
         except (Rejected, NameTaken, NotConfigured) as error:
             self._observer.word(attempt, State.REJECTED, str(error), now, now)

@@ -50,6 +50,11 @@ def get_provider_info() -> dict[str, Any]:
                     "path": _text(
                         "Folder", "Of the cluster's state, e.g. /var/lib/gangs. Default: ~/.airflow-gpu/local"
                     ),
+                    "channel": _text(
+                        "Channel",
+                        "Where gangs put records, logs and checkpoints: a folder, or s3://bucket/prefix, gs://, az:// "
+                        "(credentials: [gpu] store_conn_ids). Default: runs in the folder",
+                    ),
                     "nodes": _number("Nodes", "Into how many nodes the GPUs are split. Default: 1"),
                     "gpus_per_node": _number("GPUs per node", "Empty: detected with nvidia-smi"),
                     "accelerator": _text("Accelerator", "Its name, e.g. H100. Empty: detected"),
@@ -85,7 +90,15 @@ def get_provider_info() -> dict[str, Any]:
                         "Default: file://$AIRFLOW_HOME/gangs",
                         "s3://bucket/gangs",
                     ),
-                    "state_conn_id": _option("Connection with the credentials of state_uri.", "aws_default"),
+                    "state_conn_id": _option(
+                        "Connection with the credentials of state_uri, and of its bucket.", "aws_default"
+                    ),
+                    "store_conn_ids": _option(
+                        "Connections with the credentials of object stores that are channels: JSON of URI prefix and "
+                        "connection id; the longest prefix counts. Others are opened with the credentials of the "
+                        "environment.",
+                        '{"s3://gangs": "aws_gangs", "gs://": "google_cloud_default"}',
+                    ),
                     "targets": _option(
                         "Connections that a sweep always asks for gangs that were left behind, beside those that "
                         "run directories name: ids with commas.",

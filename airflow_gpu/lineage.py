@@ -20,6 +20,7 @@ from airflow_gpu.gang.identity import RunKey, run_path
 from airflow_gpu.gang.lineage import changes
 from airflow_gpu.gang.run import Seed
 from airflow_gpu.gang.spec import Gang
+from airflow_gpu.hooks.world import channel_store
 from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.journal import Journal
 from airflow_gpu.rundir.slot import newest
@@ -53,7 +54,7 @@ async def previous_checkpoint(store: Store, key: RunKey, gang: Gang, ti: Any) ->
                 "NOTHING. checkpointing.on_change='resume' would go on from there."
             )
         path = run_path(theirs, found[1])
-        channel = Channel(Store(attempt.channel.removesuffix(f"/{path}")), path)
+        channel = Channel(channel_store(attempt.channel.removesuffix(f"/{path}")), path)
         where = await channel.locate(attempt)
         if where is not None:
             seed = replace(where, run=where.run or str(theirs))

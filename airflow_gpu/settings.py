@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from airflow_gpu.compat import AirflowFailException, conf_get
 
@@ -17,12 +18,16 @@ _NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """``installation``: name of this Airflow. ``state_uri``: root of the journals. ``poll``: seconds between looks."""
+    """``installation``: name of this Airflow. ``state_uri``: root of the journals. ``poll``: seconds between looks.
+
+    ``state_conn_id``: connection for ``state_uri``. ``store_conn_ids``: those of other stores, by URI prefix.
+    """
 
     installation: str
     state_uri: str
     state_conn_id: str | None
     poll: float
+    store_conn_ids: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 def settings(*, named: bool = True) -> Settings:
@@ -55,4 +60,10 @@ def settings(*, named: bool = True) -> Settings:
         raise AirflowFailException(
             f"[gpu] poll_interval is {poll!r}; it must be a number of seconds"
         ) from None
-    return Settings(installation, state_uri, conf_get("state_conn_id"), max(0.05, seconds))
+    from airflow_gpu.hooks.stores import conn_ids  # not when a DAG is parsed: it imports obstore
+
+    try:
+        stores = conn_ids(conf_get("store_conn_ids"))
+    except ValueError as error:
+        raise AirflowFailException(str(error)) from None
+    return Settings(installation, state_uri, conf_get("state_conn_id"), max(0.05, seconds), stores)

@@ -1,7 +1,9 @@
 """What an attempt is given: the payload in the run directory, and the job for the target.
 
 Purpose: everything the ranks need is on the channel before the submit, so that
-neither the trigger nor the job ever needs the DAG file.
+neither the trigger nor the job ever needs the DAG file. Where the ranks do not see
+the channel as a folder, the target carries the payload, and what it carries is read back from
+the channel: so every driver submits what was staged first.
 
 What it does not do: secrets. They travel by the target's own route, never
 through the payload.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,47 +22,78 @@ from airflow_gpu.gang.identity import RunKey, labels
 from airflow_gpu.gang.run import Attempt, Seed
 from airflow_gpu.gang.spec import Gang
 from airflow_gpu.rundir.channel import Channel
-from airflow_gpu.rundir.store import Exists
+from airflow_gpu.rundir.store import Exists, StoreError
 from airflow_gpu.runtime.bundle import build
 from airflow_gpu.runtime.interval import FIRST, expected_mtbf
-from airflow_gpu.targets.base import Job, JobRef, Rejected, Target
+from airflow_gpu.targets.base import PAYLOAD, Job, JobRef, Rejected, Target
 
 PAYLOAD_VERSION = 1
+
+MOST_CARRIED = 16 << 20
+"""Bytes of one file of a payload."""
 
 
 def payload_folder(attempt: int) -> str:
     return f"payload/{attempt:04d}"
 
 
-def _in_job(target: Target, channel: Channel, attempt: int | None = None) -> str:
-    """The channel half (or a payload folder in it) as the ranks see it."""
-    root = f"{target.job_channel.rstrip('/')}/{channel.path}"
-    return root if attempt is None else f"{root}/{payload_folder(attempt)}"
+def carries(target: Target) -> bool:
+    """Whether the target carries the payload, since its ranks do not see the channel as a folder."""
+    return "://" in target.job_channel
 
 
-def _seed_in_job(target: Target, seed: Seed | None) -> dict[str, Any] | None:
+def _in_job(target: Target, channel: Channel) -> str:
+    """The channel half as the ranks see it."""
+    return f"{target.job_channel.rstrip('/')}/{channel.path}"
+
+
+def _payload(target: Target, channel: Channel, attempt: int) -> str:
+    """The folder of the payload as the nodes see it."""
+    return PAYLOAD if carries(target) else f"{_in_job(target, channel)}/{payload_folder(attempt)}"
+
+
+def _seed_in_job(target: Target, seed: Seed | None, store: Mapping[str, Any]) -> dict[str, Any] | None:
     """Where a checkpoint of another channel is for the ranks. A folder has the same path there as here.
 
+    :param store: what a job may be told of the seed's store.
     :raises Rejected: jobs of this target cannot read there.
     """
     if seed is None:
         return None
     here = target.channel.rstrip("/")
     if seed.channel.startswith(f"{here}/"):
-        path = target.job_channel.rstrip("/") + seed.channel[len(here) :]
+        where, store = target.job_channel.rstrip("/") + seed.channel[len(here) :], target.job_store
     elif seed.channel.startswith("file://"):
-        path = unquote(seed.channel.removeprefix("file://"))
-    else:
+        where, store = unquote(seed.channel.removeprefix("file://")), {}
+    elif seed.channel.startswith("memory:"):
         raise Rejected(
             f"the checkpoint to go on from is at {seed.channel}, where jobs of this target cannot read"
         )
-    return {"channel": path, "life": seed.life, "step": seed.step, "run": seed.run}
+    else:
+        where = seed.channel
+    return {
+        "channel": where,
+        "store": dict(store),
+        "life": seed.life,
+        "step": seed.step,
+        "run": seed.run,
+    }
 
 
 async def stage(
-    channel: Channel, target: Target, key: RunKey, incarnation: str, gang: Gang, attempt: Attempt
-) -> None:
-    """Write the payload of an attempt. Doing it again changes nothing: what was staged first stays."""
+    channel: Channel,
+    target: Target,
+    key: RunKey,
+    incarnation: str,
+    gang: Gang,
+    attempt: Attempt,
+    seed_store: Mapping[str, Any] = MappingProxyType({}),
+) -> Mapping[str, bytes]:
+    """Write the payload of an attempt. Doing it again changes nothing: what was staged first stays.
+
+    :param seed_store: what a job may be told of the store of ``attempt.seed``, where that is another one.
+    :return: what the target carries (``Job.files``), as it was staged first; nothing where the ranks see the channel.
+    """
     files: dict[str, bytes] = {"runtime.pyz": build()}
     if gang.function is not None:
         files["function.py"] = gang.function.source.encode()
@@ -87,8 +121,9 @@ async def stage(
         "first_life": attempt.first_life,
         "resume": attempt.resume,
         "since": attempt.since,
-        "seed": _seed_in_job(target, attempt.seed),
+        "seed": _seed_in_job(target, attempt.seed, seed_store),
         "channel": _in_job(target, channel),
+        "store": dict(target.job_store),
         "nodes": gang.nodes,
         "ranks_per_node": gang.ranks,
         "gpus_per_node": gang.gpus_per_node,
@@ -104,11 +139,25 @@ async def stage(
     }
     # Last: a payload with a job.json is whole.
     files["job.json"] = json.dumps(body, indent=1).encode()
+    folder = f"{channel.path}/{payload_folder(attempt.number)}"
     for name, data in files.items():
         try:
-            await channel.store.create(f"{channel.path}/{payload_folder(attempt.number)}/{name}", data)
+            await channel.store.create(f"{folder}/{name}", data)
         except Exists:
             continue
+    return await _staged(channel, folder) if carries(target) else {}
+
+
+async def _staged(channel: Channel, folder: str) -> dict[str, bytes]:
+    """All files of a payload. Its job.json is the last that is written, so they are all there."""
+    found = {}
+    for entry in await channel.store.list(folder):
+        if entry.size > MOST_CARRIED:
+            raise StoreError(
+                f"{channel.uri}: {entry.path} has {entry.size} bytes: no file of a payload is that large"
+            )
+        found[entry.path.removeprefix(f"{folder}/")] = await channel.store.get(entry.path)
+    return found
 
 
 def _checkpointing(gang: Gang, attempt: Attempt) -> dict[str, Any]:
@@ -136,9 +185,10 @@ def job_for(
     attempt: Attempt,
     secrets: Mapping[str, str],
     exclude_hosts: tuple[str, ...] = (),
+    files: Mapping[str, bytes] = MappingProxyType({}),
 ) -> Job:
-    """The attempt, as the target is asked to run it."""
-    payload = _in_job(target, channel, attempt.number)
+    """The attempt, as the target is asked to run it. ``files``: what :func:`stage` answered."""
+    payload = _payload(target, channel, attempt.number)
     return Job(
         name=attempt.name,
         labels=labels(key, incarnation, attempt.number, attempt.digest),
@@ -163,6 +213,7 @@ def job_for(
         env=dict(gang.env),
         secrets=dict(secrets),
         exclude_hosts=exclude_hosts,
+        files=dict(files),
     )
 
 

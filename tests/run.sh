@@ -73,7 +73,7 @@ fi
 stage "request and lifecycle" "$PY" -m pytest -q tests/gang tests/placement
 stop_if_failed
 live "runtime in the job" tests/runtime
-live "run directory and stores" tests/rundir tests/checkpoints
+live "run directory and stores" tests/rundir tests/stores tests/checkpoints
 live "driver" tests/driver
 stop_if_failed
 live "local target" tests/targets

@@ -18,7 +18,7 @@ from airflow_gpu.rundir.copying import NotCopied
 from airflow_gpu.rundir.copying import copy as copy_to
 from airflow_gpu.rundir.pruning import NotPruned, Plan, plan
 from airflow_gpu.rundir.pruning import prune as prune_now
-from airflow_gpu.rundir.store import Store, StoreError
+from airflow_gpu.rundir.store import StoreError
 from airflow_gpu.rundir.verifying import Verified, mark
 from airflow_gpu.rundir.verifying import verify as verify_one
 from airflow_gpu.sweeping.looking import SeenRun
@@ -90,7 +90,7 @@ def size(count: float) -> str:
 async def _open(place: Place, name: str) -> tuple[SeenRun, Checkpoints, Survey]:
     seen = await find_run(place.store(), place.installation, name)
     assert seen.journal is not None
-    checkpoints = Checkpoints(seen.journal, seen.dir.path)
+    checkpoints = Checkpoints(seen.journal, seen.dir.path, place.open)
     survey = await checkpoints.survey()
     for channel, trouble in survey.troubles.items():
         say(f"{channel} could not be read: {trouble}")
@@ -288,7 +288,7 @@ async def copy_checkpoint(
     seen, checkpoints, survey = await _open(place, name)
     one = choice.of(survey, seen.name)[0]
     try:
-        store = Store(to if "/" in to else (await place.target(to)).channel)
+        store = place.open(to if "/" in to else (await place.target(to)).channel)
         told = Progress(f"life {one.life}, step {one.step}", one.size)
         done = await copy_to(one, checkpoints.contents(one.channel), store, parallel=parallel, told=told)
     except (NotCopied, StoreError) as error:

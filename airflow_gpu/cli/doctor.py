@@ -37,6 +37,9 @@ from airflow_gpu.targets.watch import bounded
 SKEW = 30.0
 """Seconds by which clocks may differ before it is worth a warning: limits on waiting are compared across them."""
 
+PROVE_LIMIT = 40.0
+"""Seconds for the race of writers. Without credentials obstore asks the machine's cloud for some, and waits long."""
+
 STORE_SLOW = 5.0
 """Seconds that the race of writers may take before it is worth a warning."""
 
@@ -144,8 +147,9 @@ async def _state_store(place: Place) -> tuple[list[Check], bool]:
     store = place.store()
     folder = store.folder
     made = folder is not None and not folder.exists()
+    allowed = place.credentials().advice(place.state_uri)
     checks, good = await _writes(
-        "state store", store, "the process that runs Airflow must be able to write here"
+        "state store", store, allowed or "the process that runs Airflow must be able to write here"
     )
     if good and made:
         found = f"{folder} was not there; it is now, and it is empty"
@@ -172,7 +176,11 @@ async def _writes(where: str, store: Store, todo: str) -> tuple[list[Check], boo
     """Create-only writes are raced, and the store's clock is compared with ours."""
     begun = time.monotonic()
     try:
-        await store.prove()
+        async with asyncio.timeout(PROVE_LIMIT):
+            await store.prove()
+    except TimeoutError:
+        found = f"no answer within {PROVE_LIMIT:.0f} s"
+        return [Check(where, "create-only writes", FAIL, found, todo)], False
     except StoreError as error:
         hint = todo if "create-only" not in str(error) else "use a store that honours create-only writes"
         return [Check(where, "create-only writes", FAIL, str(error), hint)], False
@@ -262,7 +270,7 @@ async def _target(place: Place, name: str, *, job: bool, wait: float) -> list[Ch
     checks.append(
         await _tried(name, "jobs can be listed", jobs, "give the credentials the right to list jobs")
     )
-    channel, good = await _channel(name, target)
+    channel, good = await _channel(place, name, target)
     checks += channel
     if not job:
         checks.append(
@@ -314,14 +322,24 @@ def _offer(offer: Offer, gang: Gang) -> str:
     return f"{free} of {total} nodes{kind} free ({offer.provisioning}, {gang.gpus_per_node} GPUs asked for)"
 
 
-async def _channel(name: str, target: Target) -> tuple[list[Check], bool]:
+async def _channel(place: Place, name: str, target: Target) -> tuple[list[Check], bool]:
+    known = place.credentials()
+    allowed = known.advice(target.channel)
     try:
-        store = Store(target.channel)
+        store = place.open(target.channel)
     except StoreError as error:
-        return [Check(name, "channel", FAIL, str(error), "set the channel in the connection")], False
+        return [
+            Check(name, "channel", FAIL, str(error), allowed or "set the channel in the connection")
+        ], False
     checks, good = await _writes(
-        name, store, "Airflow must be able to write to the channel: check the mount, the path and the rights"
+        name,
+        store,
+        allowed or "Airflow must be able to write to the channel: check the mount, the path and the rights",
     )
+    if allowed and good:
+        told = ", ".join(sorted(target.job_store)) or "nothing"
+        found = f"{known.words(target.channel)}; jobs log in by themselves, and are told: {told}"
+        checks.insert(0, Check(name, "credentials", OK, found))
     return [replace(check, check=f"channel {target.channel}: {check.check}") for check in checks], good
 
 
@@ -373,7 +391,7 @@ async def _job(place: Place, name: str, gang: Gang, wait: float) -> list[Check]:
         return [_no_job(name, verdict, path)]
     checks = _inside(name, verdict, before, time.time())
     for attempt in held.journal.run.attempts:
-        await Store(attempt.channel.removesuffix(f"/{path}")).delete_tree(slot_path(key))
+        await place.channel(attempt.channel, path).store.delete_tree(slot_path(key))
     await store.delete_tree(slot_path(key))
     return checks
 

@@ -11,8 +11,8 @@ from airflow_gpu.cli.show import ago, cell, out, print_json, table
 from airflow_gpu.gang.entries import iso
 from airflow_gpu.gang.identity import run_path
 from airflow_gpu.gang.run import Attempt
-from airflow_gpu.rundir.channel import Channel, Evidence
-from airflow_gpu.rundir.store import Store, StoreError
+from airflow_gpu.rundir.channel import Evidence
+from airflow_gpu.rundir.store import StoreError
 from airflow_gpu.sweeping.decide import TABLE, Case, Do, case_of_run
 from airflow_gpu.sweeping.looking import Look, SeenRun, look
 from airflow_gpu.sweeping.sweep import items_of_jobs
@@ -39,7 +39,7 @@ async def list_gangs(place: Place, asks: Any, *, every: bool, days: float, as_js
 
     async def row(found: SeenRun) -> dict[str, Any]:
         async with turn:
-            return await _row(found, seen)
+            return await _row(place, found, seen)
 
     wanted = [found for found in seen.runs if every or found.open or found.trouble]
     rows: list[dict[str, Any]] = list(
@@ -73,13 +73,13 @@ def _is_one(found: SeenRun) -> bool:
     return bool(found.trouble) or (found.run is not None and bool(found.run.owners))
 
 
-async def _row(found: SeenRun, seen: Look) -> dict[str, Any]:
+async def _row(place: Place, found: SeenRun, seen: Look) -> dict[str, Any]:
     run, case = found.run, case_of_run(found.run, newest=found.newest, answer=found.answer)
     body: dict[str, Any] = {"gang": found.name, "path": found.dir.path, "mark": "", "why": found.trouble}
     if run is None or not run.owners:
         return {**body, "state": "broken", "mark": case.value}
     attempt = run.attempts[-1] if run.attempts else None
-    evidence, known = await _evidence(found, attempt)
+    evidence, known = await _evidence(place, found, attempt)
     listed = next((j for j in found.jobs if attempt is not None and j.listed.ref.name == attempt.name), None)
     asked = attempt is not None and seen.targets.get(attempt.target) == ""
     state, since = _state(found, attempt, asked)
@@ -127,13 +127,13 @@ def _state(found: SeenRun, attempt: Attempt | None, asked: bool) -> tuple[str, f
     return ("submitted" if attempt.submitted_at else "to be submitted"), attempt.submitted_at or attempt.at
 
 
-async def _evidence(found: SeenRun, attempt: Attempt | None) -> tuple[Evidence, bool]:
+async def _evidence(place: Place, found: SeenRun, attempt: Attempt | None) -> tuple[Evidence, bool]:
     """What its newest attempt has written, and whether that could be read."""
     if attempt is None or found.key is None:
         return Evidence(), True
     try:
         path = run_path(found.key, found.dir.incarnation)
-        channel = Channel(Store(attempt.channel.removesuffix(f"/{path}")), path)
+        channel = place.channel(attempt.channel, path)
         return await channel.evidence(attempt.number, ended=False), True
     except (StoreError, OSError):
         return Evidence(), False

@@ -15,7 +15,7 @@ from airflow_gpu.cli.show import say
 from airflow_gpu.gang.identity import run_path
 from airflow_gpu.gang.run import Attempt, Life
 from airflow_gpu.rundir.channel import Channel
-from airflow_gpu.rundir.store import Store, StoreError
+from airflow_gpu.rundir.store import StoreError
 from airflow_gpu.staging import ref_for
 from airflow_gpu.sweeping.looking import SeenRun
 from airflow_gpu.targets.base import Target, TargetError
@@ -62,20 +62,22 @@ def _attempt_named(attempts: tuple[Attempt, ...], name: str) -> Attempt:
     return next((attempt for attempt in attempts if attempt.name == name), attempts[-1])
 
 
-def channel_of(seen: SeenRun, attempt: Attempt) -> Channel:
+def channel_of(place: Place, seen: SeenRun, attempt: Attempt) -> Channel:
     """Where an attempt's files are."""
     assert seen.key is not None
     path = run_path(seen.key, seen.dir.incarnation)
-    return Channel(Store(attempt.channel.removesuffix(f"/{path}")), path)
+    return place.channel(attempt.channel, path)
 
 
-async def _lives(seen: SeenRun) -> list[tuple[Channel, Life]]:
+async def _lives(place: Place, seen: SeenRun, opened: dict[str, Channel]) -> list[tuple[Channel, Life]]:
     """All lives of the run in order, with the channel on which each is."""
     run = seen.run
     assert run is not None
     found: dict[int, tuple[Channel, Life]] = {}
     for uri in dict.fromkeys(attempt.channel for attempt in run.attempts):
-        channel = channel_of(seen, next(a for a in run.attempts if a.channel == uri))
+        if uri not in opened:
+            opened[uri] = channel_of(place, seen, next(a for a in run.attempts if a.channel == uri))
+        channel = opened[uri]
         for life in await channel.lives():
             if not life.fence:
                 found[life.number] = (channel, life)
@@ -87,9 +89,9 @@ async def _of_rank(
 ) -> int:
     start, told = 0, False
     current = number
-    printer = Printer(as_json)
+    printer, opened = Printer(as_json), dict[str, Channel]()
     while True:
-        lives = await _lives(seen)
+        lives = await _lives(place, seen, opened)
         if current is None and lives:
             current = lives[-1][1].number
         here = next((item for item in lives if item[1].number == current), None)

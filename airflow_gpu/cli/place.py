@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from airflow_gpu.cli.connections import BadFile, Connections, target_of
-from airflow_gpu.targets.base import NotConfigured, Target, TargetError
+from airflow_gpu.targets.base import NotConfigured, Target
 
 if TYPE_CHECKING:
     from airflow_gpu.driver import World
+    from airflow_gpu.hooks.stores import Credentials
+    from airflow_gpu.rundir.channel import Channel
     from airflow_gpu.rundir.store import Store
     from airflow_gpu.targets.watch import Watcher
 
@@ -66,6 +68,12 @@ class Place:
         self.installation = installation
         self.state_uri = given.state_uri or self.option("state_uri") or f"file://{_home(self._env)}/gangs"
         self.state_conn_id = None if given.state_uri else self.option("state_conn_id")
+        from airflow_gpu.hooks.stores import conn_ids
+
+        try:
+            self.store_conn_ids = conn_ids(self.option("store_conn_ids"))
+        except ValueError as error:
+            raise click.ClickException(str(error)) from None
         self._names = f"{self.option('targets') or ''},{given.targets or ''}"
         try:
             self.connections = Connections(given.connections, self._env)
@@ -73,6 +81,7 @@ class Place:
             raise click.ClickException(str(error)) from None
         self._targets: dict[str, Target] = {}
         self._watchers: dict[int, Watcher] = {}
+        self._stores: dict[str, Store] = {}
 
     def option(self, name: str) -> str | None:
         """An option of ``[gpu]``: from the environment, else from ``airflow.cfg``."""
@@ -86,37 +95,65 @@ class Place:
         listed = self._names.replace(",", " ").split()
         return list(dict.fromkeys([*listed, *self.connections.targets()]))
 
+    def credentials(self) -> Credentials:
+        """Who opens stores: with the connections that the settings name, as workers do."""
+        from airflow_gpu.hooks.stores import Credentials, with_state
+
+        return Credentials(
+            with_state(self.store_conn_ids, self.state_uri, self.state_conn_id), self._connection
+        )
+
+    async def _connection(self, conn_id: str) -> Any:
+        from airflow_gpu.hooks.stores import NoSuchConnection
+
+        try:
+            return (await asyncio.to_thread(self.connections.find, conn_id))[0]
+        except NotConfigured:
+            raise NoSuchConnection(conn_id) from None
+
     def store(self) -> Store:
         """The state store."""
-        from airflow_gpu.rundir.store import Store, StoreError
+        from airflow_gpu.rundir.store import StoreError
 
-        options: dict[str, Any] | None = None
-        if self.state_conn_id:
-            from airflow_gpu.hooks.world import store_options
-
-            try:
-                options = store_options(self.connections.find(self.state_conn_id)[0])
-            except TargetError as error:
-                raise click.ClickException(f"the state store's connection: {error}") from None
         try:
-            return Store(self.state_uri, options)
+            return self.open(self.state_uri)
         except StoreError as error:
             raise click.ClickException(f"the state store: {error}") from None
+
+    def open(self, uri: str) -> Store:
+        """The store at a URI. Its connection is read when it is first used.
+
+        :raises StoreError: it is no URI of a store.
+        """
+        if uri not in self._stores:
+            self._stores[uri] = self.credentials().open(uri)
+        return self._stores[uri]
+
+    def channel(self, uri: str, path: str) -> Channel:
+        """The channel half of a run, from its URI as journalled and the path of the run.
+
+        :raises StoreError: it is no URI of a store.
+        """
+        from airflow_gpu.rundir.channel import Channel
+
+        return Channel(self.open(uri.removesuffix(f"/{path}")), path)
 
     async def target(self, name: str) -> Target:
         """
         :raises TargetError: there is no such connection, or it is no target.
         """
+        from airflow_gpu.hooks.stores import tell_jobs
+
         if name not in self._targets:
             found = target_of(await asyncio.to_thread(lambda: self.connections.find(name)[0]))
             found.name = name
+            await tell_jobs(found, self.credentials())
             self._targets[name] = found
         return self._targets[name]
 
     def world(self, say: Callable[[str], None]) -> World:
         """For ending gangs. It resolves no secrets: the only gang that a command submits, the doctor's, has none."""
         from airflow_gpu.driver import World
-        from airflow_gpu.rundir.store import Store
         from airflow_gpu.targets.watch import Watcher
 
         def watcher(of: Target) -> Watcher:
@@ -131,7 +168,8 @@ class Place:
             clock=time.time,
             sleep=asyncio.sleep,
             target=self.target,
-            channel_store=Store,
+            channel_store=self.open,
+            public=self.credentials().public,
             watcher=watcher,
             secrets=no_secrets,
             say=say,

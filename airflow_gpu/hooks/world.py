@@ -13,14 +13,26 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from airflow_gpu.compat import BaseHook
+from airflow_gpu.compat import AirflowFailException, BaseHook
 from airflow_gpu.driver import World
+from airflow_gpu.hooks.store_options import store_options
+from airflow_gpu.hooks.stores import Credentials, NoConnection, NoSuchConnection, tell_jobs, with_state
 from airflow_gpu.hooks.target import build_target
 from airflow_gpu.pacing import Pace
-from airflow_gpu.rundir.store import Store, StoreError
-from airflow_gpu.settings import Settings
+from airflow_gpu.rundir.store import Store
+from airflow_gpu.settings import Settings, settings
 from airflow_gpu.targets.base import NotConfigured, Target, TargetError
 from airflow_gpu.targets.watch import Watcher
+
+__all__ = [
+    "airflow_world",
+    "channel_store",
+    "credentials",
+    "resolve_secrets",
+    "state_store",
+    "store_options",
+    "target",
+]
 
 CONNECTION_AGE = 300.0
 """Seconds after which a connection is read again, so that a changed one takes effect without a restart."""
@@ -39,7 +51,6 @@ class _Shared:
         self.reading: dict[str, asyncio.Lock] = {}
         self.watchers: dict[int, Watcher] = {}
         self.stores: dict[str, Store] = {}
-        self.states: dict[str, tuple[float, Store]] = {}
         self.pace = Pace()
 
 
@@ -94,6 +105,13 @@ async def _read_target(conn_id: str, cached: tuple[float, str, Target] | None) -
     else:
         found = build_target(conn)
     found.name = conn_id
+    try:
+        await tell_jobs(found, credentials())
+    except NotConfigured:
+        raise
+    except TargetError:
+        if cached is None or found is not cached[2]:
+            raise  # else what its jobs were told the last time still holds
     shared.targets[conn_id] = (time.monotonic(), print_, found)
     return found
 
@@ -113,12 +131,29 @@ def _watcher(poll: float) -> Callable[[Target], Watcher]:
     return watcher
 
 
-def channel_store(uri: str) -> Store:
+def credentials(given: Settings | None = None) -> Credentials:
+    """Who opens stores in this process: with the connections that the settings name."""
+    given = given or settings(named=False)
+    return Credentials(with_state(given.store_conn_ids, given.state_uri, given.state_conn_id), _connection)
+
+
+async def _connection(conn_id: str) -> Any:
+    try:
+        return await BaseHook.aget_connection(conn_id)
+    except Exception as error:
+        if _not_there(error):
+            raise NoSuchConnection(conn_id) from None
+        raise
+
+
+def channel_store(uri: str, given: Settings | None = None) -> Store:
     """One store per channel: on an object store each has connections of its own."""
     stores = _shared().stores
-    if uri not in stores:
-        stores[uri] = Store(uri)
-    return stores[uri]
+    known = credentials(given)
+    name = f"{known.conn_id(uri)} {uri}"
+    if name not in stores:
+        stores[name] = known.open(uri)
+    return stores[name]
 
 
 def _not_there(error: Exception) -> bool:
@@ -127,38 +162,17 @@ def _not_there(error: Exception) -> bool:
 
 
 async def state_store(given: Settings) -> Store:
-    """The store of the journals, with the credentials of ``[gpu] state_conn_id`` if that is set."""
-    if not given.state_conn_id:
-        return channel_store(given.state_uri)
-    shared, name = _shared(), f"{given.state_conn_id} {given.state_uri}"
-    async with shared.reading.setdefault(name, asyncio.Lock()):
-        read_at, store = shared.states.get(name, (0.0, None))
-        if store is None or time.monotonic() - read_at >= CONNECTION_AGE:
-            try:
-                conn = await BaseHook.aget_connection(given.state_conn_id)
-            except Exception as error:
-                if store is not None:
-                    return store  # a metadata database that is away says nothing about the store
-                if _not_there(error):
-                    raise
-                raise StoreError(f"connection {given.state_conn_id!r} cannot be read now: {error}") from error
-            store = Store(given.state_uri, store_options(conn))
-            shared.states[name] = time.monotonic(), store
-        return store
+    """The store of the journals, with the credentials of ``[gpu] state_conn_id`` if that is set.
 
-
-def store_options(conn: Any) -> dict[str, Any]:
-    """Options of an object store from a connection: login and password as keys, extra as it is."""
-    options: dict[str, Any] = dict(conn.extra_dejson or {})
-    if conn.conn_type == "aws":
-        if conn.login:
-            options.setdefault("aws_access_key_id", conn.login)
-        if conn.password:
-            options.setdefault("aws_secret_access_key", conn.password)
-        for ours, theirs in (("region_name", "aws_region"), ("endpoint_url", "aws_endpoint")):
-            if ours in options:
-                options.setdefault(theirs, options.pop(ours))
-    return options
+    :raises AirflowFailException: there is no such connection.
+    :raises StoreError: it cannot be read now, or not be used.
+    """
+    store = channel_store(given.state_uri, given)
+    try:
+        await store.ready()
+    except NoConnection as error:
+        raise AirflowFailException(str(error)) from None
+    return store
 
 
 async def resolve_secrets(references: Mapping[str, str]) -> dict[str, str]:
@@ -195,9 +209,10 @@ def airflow_world(given: Settings, say: Callable[[str], None], rank_log: Callabl
         clock=time.time,
         sleep=asyncio.sleep,
         target=target,
-        channel_store=channel_store,
+        channel_store=lambda uri: channel_store(uri, given),
         watcher=_watcher(given.poll),
         secrets=resolve_secrets,
+        public=credentials(given).public,
         say=say,
         rank_log=rank_log,
         poll=given.poll,

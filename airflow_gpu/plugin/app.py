@@ -40,7 +40,7 @@ from airflow_gpu.plugin.collect import NoRun, find, gather, rank_log
 from airflow_gpu.plugin.reading import NotSet
 from airflow_gpu.plugin.timeline import draw, span
 from airflow_gpu.plugin.view import build
-from airflow_gpu.rundir.store import Missing, StoreError
+from airflow_gpu.rundir.store import StoreError
 
 LOG_PAGE = 1024 * 1024
 """Bytes of a log on one page."""
@@ -154,12 +154,9 @@ async def log(
     if not (1 <= life <= _HIGHEST and 0 <= rank <= _HIGHEST):
         raise NoRun(f"There is no rank {rank} of a life {life}.")
     store, facts, opened = await find(dag_id, run_id, task_id, _map_index(map_index), incarnation)
-    reader, path, size = await rank_log(store, facts, opened, life, rank)
+    channel, size = await rank_log(store, facts, opened, life, rank)
     start = max(0, size + offset) if offset < 0 else min(offset, size)
-    try:
-        data = await reader.get(path, start, LOG_PAGE)
-    except Missing:
-        data = b""
+    data = await channel.log(life, rank, start, LOG_PAGE)
     start, data = _whole_lines(start, data, size, from_end=offset < 0)
     end = start + len(data)
     suffix = f"&incarnation={quote(incarnation)}" if incarnation else ""

@@ -29,6 +29,7 @@ from airflow_gpu.gang.run import Attempt, Life, Run
 from airflow_gpu.plugin.reading import PageStore, channel_store, state_store
 from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.journal import Journal
+from airflow_gpu.rundir.ranklog import in_segments, log_name
 from airflow_gpu.rundir.store import Missing, StoreError
 
 T = TypeVar("T")
@@ -54,6 +55,7 @@ LAST_TIME = 32503680000.0
 """The year 3000."""
 
 _LOG = re.compile(r"rank-(\d{5,})\.log")
+_SEGMENTS = re.compile(r"rank-(\d{5,})")
 _RECORD = re.compile(r"\d{4,}\.json")
 _STEP = re.compile(r"step-(\d+)")
 
@@ -71,7 +73,7 @@ class LifeFacts:
     failure: dict[str, Any] | None = None
     notice: dict[str, Any] | None = None
     progress: dict[str, Any] | None = None
-    logs: dict[int, int] = field(default_factory=dict)
+    logs: dict[int, int | None] = field(default_factory=dict)  # sizes in bytes; None: not known
     checkpoints: list[dict[str, Any]] = field(default_factory=list)
     ranks_read: bool = False
 
@@ -231,8 +233,8 @@ def _unreadable(uri: str, attempts: list[Attempt], error: Exception) -> str:
     advice = ""
     if not uri.startswith("file:"):
         advice = (
-            " The API server reads a channel with the credentials of [gpu] state_conn_id if it is in the same "
-            "bucket as [gpu] state_uri, and else with those of its own environment."
+            " The API server reads a channel with the connection that [gpu] store_conn_ids names for it (or "
+            "state_conn_id, in the bucket of [gpu] state_uri), and else with the credentials of its own environment."
         )
     return f"Lives, logs and checkpoints of {which} on {uri} cannot be shown: {how}.{advice}"
 
@@ -272,8 +274,7 @@ async def _life(
             if full:
                 names = [name for name in await store.names(f"{root}/nodes") if _RECORD.fullmatch(name)]
                 found.nodes = await _all(_once(opened, store, f"{root}/nodes/{name}") for name in names)
-                sizes = await store.sizes(f"{root}/logs")
-                found.logs = {int(match[1]): sizes[name] for name in sizes if (match := _LOG.fullmatch(name))}
+                found.logs = await _logs(store, f"{root}/logs")
     except StoreError as error:
         found.ranks_read = False
         facts.missing.append(f"Life {life.number} is not shown in full: {error}.")
@@ -281,6 +282,15 @@ async def _life(
         if outcome is not None and now - outcome.at > SETTLED:
             opened.settled[life.number] = replace(found)
     return found
+
+
+async def _logs(store: PageStore, folder: str) -> dict[int, int | None]:
+    """Size of each rank's log; None where it lies in segments, which would have to be listed for each rank."""
+    if in_segments(store):
+        names = await store.names(folder)
+        return {int(match[1]): None for name in names if (match := _SEGMENTS.fullmatch(name))}
+    sizes = await store.sizes(folder)
+    return {int(match[1]): sizes[name] for name in sizes if (match := _LOG.fullmatch(name))}
 
 
 async def _checkpoints(opened: _Opened, store: PageStore, folder: str) -> list[dict[str, Any]]:
@@ -315,8 +325,8 @@ def _summary(manifest: Mapping[str, Any]) -> dict[str, Any] | None:
 
 async def rank_log(
     store: PageStore, facts: Facts, opened: _Opened, life: int, rank: int
-) -> tuple[PageStore, str, int]:
-    """Store, path and size of the log of a rank.
+) -> tuple[Channel, int]:
+    """The channel with the log of a rank, and the log's size.
 
     :raises NoRun: there is no such life, or no log of such a rank.
     :raises StoreError: the channel cannot be read.
@@ -330,12 +340,21 @@ async def rank_log(
             body = await _json(reader, f"{path}/lives/{life:04d}.json")
             if body is None or body.get("kind") == "fence":
                 continue
-            where = f"{path}/lives/{life:04d}/logs/rank-{rank:05d}.log"
-            try:
-                return reader, where, await reader.size(where)
-            except Missing:
-                raise NoRun(f"Rank {rank} of life {life} of {facts.key} has written no log (yet).") from None
+            size = await _log_size(channel, reader, life, rank)
+            if size is None:
+                raise NoRun(f"Rank {rank} of life {life} of {facts.key} has written no log (yet).")
+            return channel, size
     raise NoRun(f"The run {facts.incarnation} of {facts.key} has no life {life}.")
+
+
+async def _log_size(channel: Channel, reader: PageStore, life: int, rank: int) -> int | None:
+    """None when there is no log."""
+    if in_segments(reader):
+        return await channel.log_size(life, rank) or None
+    try:
+        return await reader.size(f"{channel.path}/lives/{life:04d}/logs/{log_name(rank)}.log")
+    except Missing:
+        return None
 
 
 # -- small readers -------------------------------------------------------------------------------------

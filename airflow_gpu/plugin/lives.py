@@ -186,6 +186,7 @@ def _rank(rank: Mapping[str, Any], found: LifeFacts, logs: bool) -> dict[str, An
         "ended": time_of(rank.get("ended")),
         "tone": tone,
         "first_failure": first,
+        "log": logs and number in found.logs,
         "log_size": found.logs.get(number) if logs else None,
     }
 

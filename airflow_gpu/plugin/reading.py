@@ -19,7 +19,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,9 +55,12 @@ class PageStore(Store):
     :raises StoreError: from every method, with words for people.
     """
 
-    def __init__(self, uri: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        options: Mapping[str, Any] | Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
+    ) -> None:
         super().__init__(uri, options)
-        self.options = dict(options or {})
         parts = urlsplit(self.uri)
         self._local = Path(unquote(parts.path)) if parts.scheme == "file" else None
 
@@ -205,7 +208,7 @@ def _sizes(folder: Path, prefix: str) -> dict[str, int]:
 
 # -- which store ---------------------------------------------------------------------------------------
 
-_states: dict[tuple[str, str | None], tuple[float, PageStore]] = {}
+_states: dict[tuple[str, str], tuple[float, PageStore]] = {}
 
 
 async def state_store() -> tuple[str, PageStore]:
@@ -213,34 +216,26 @@ async def state_store() -> tuple[str, PageStore]:
 
     :raises NotSet: a setting or the connection of ``[gpu] state_conn_id`` is missing or wrong.
     """
-    from airflow_gpu.compat import AirflowException, BaseHook
+    from airflow_gpu.compat import AirflowException
+    from airflow_gpu.hooks.world import credentials
     from airflow_gpu.settings import settings
 
     try:
         given = settings()
     except AirflowException as error:
         raise NotSet(str(error)) from None
-    key = (given.state_uri, given.state_conn_id)
+    key = (given.state_uri, repr((given.state_conn_id, given.store_conn_ids)))
     known = _states.get(key)
     if known is not None and time.monotonic() - known[0] < STATE_AGE:
         return given.installation, known[1]
-    options: dict[str, Any] = {}
-    if given.state_conn_id:
-        from airflow_gpu.hooks.world import store_options
-
-        try:
-            # The API server is a "server" process to the SDK: it reads connections from the secrets
-            # backends and the database itself, without a supervisor (sdk/execution_time/supervisor.py).
-            options = store_options(await BaseHook.aget_connection(given.state_conn_id))
-        except Exception as error:
-            raise NotSet(
-                f"the connection {given.state_conn_id!r}, which [gpu] state_conn_id names, cannot be read by the "
-                f"API server: {type(error).__name__}: {error}"
-            ) from None
+    # The API server is a "server" process to the SDK: it reads connections from the secrets
+    # backends and the database itself, without a supervisor (sdk/execution_time/supervisor.py).
+    known_by = credentials(given)
     try:
-        store = PageStore(given.state_uri, options)
+        store = known_by.open(given.state_uri, PageStore)
+        await store.ready()
     except StoreError as error:
-        raise NotSet(f"[gpu] state_uri cannot be used: {error}") from None
+        raise NotSet(f"[gpu] state_uri cannot be used by the API server: {error}") from None
     _states.clear()  # one deployment has one; an older one would be stale
     _states[key] = (time.monotonic(), store)
     return given.installation, store
@@ -249,16 +244,19 @@ async def state_store() -> tuple[str, PageStore]:
 def channel_store(uri: str, path: str, state: PageStore) -> PageStore:
     """The store of a channel, from the URI in the journal: ``<root of the channel>/<path of the run>``.
 
-    A channel in the same bucket as the journals is read with the same credentials; any other one with
-    those in the environment of the API server, as the driver does with its own.
+    It is opened with the credentials with which the driver opens it, see :mod:`airflow_gpu.hooks.stores`.
 
     :raises StoreError: it is not this run's channel, or of a scheme that is not known.
     """
+    from airflow_gpu.compat import AirflowException
+    from airflow_gpu.hooks.world import credentials
+
     root = uri.removesuffix(f"/{path}")
     if root == uri:
         raise StoreError(f"the journal names a channel that is not this run's: {uri}")
     if root == state.uri:
         return state
-    mine, theirs = urlsplit(state.uri), urlsplit(root)
-    same = mine.scheme == theirs.scheme and mine.netloc == theirs.netloc
-    return PageStore(root, state.options if same else None)
+    try:
+        return credentials().open(root, PageStore)
+    except AirflowException as error:  # a setting is wrong
+        raise StoreError(str(error)) from None

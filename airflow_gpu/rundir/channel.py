@@ -23,10 +23,14 @@ from typing import Any
 from airflow_gpu.gang.entries import iso, seconds
 from airflow_gpu.gang.run import Attempt, CheckpointRef, Failure, Life, Seed
 from airflow_gpu.rundir.contents import Contents
+from airflow_gpu.rundir.ranklog import Segments, in_segments, log_name
 from airflow_gpu.rundir.store import Exists, Missing, Store, is_plain
 from airflow_gpu.runtime.manifest import MOST_BYTES
 
 MANIFEST, BAD = "manifest.json", "bad.json"
+
+LOGS_KNOWN = 64
+"""Logs of which a channel remembers the segments."""
 
 _LIFE = re.compile(r"^(\d{4,})\.json$")
 
@@ -60,9 +64,9 @@ class Channel:
         self.store = store
         self.path = path
         self._lives: dict[int, Life] = {}
-        self._local: dict[
-            int, int | None
-        ] = {}  # by life: the step of the nodes' own copies that it started from
+        self._logs: dict[tuple[int, int], Segments] = {}
+        # By life: the step of the nodes' own copies that it started from.
+        self._local: dict[int, int | None] = {}
         self._whole: dict[int, bool] = {}  # of lives that a newer one followed: did every rank succeed
 
     @property
@@ -220,13 +224,25 @@ class Channel:
         return found
 
     async def log(self, life: int, rank: int, start: int, limit: int) -> bytes:
-        """Output of a rank from byte ``start``; empty when there is nothing (yet)."""
+        """Output of a rank from byte ``start``, at most ``limit`` bytes; empty when there is nothing (yet)."""
+        if in_segments(self.store):
+            return await self._segments(life, rank).read(start, limit)
         try:
             return await self.store.get(
-                f"{self.path}/lives/{life:04d}/logs/rank-{rank:05d}.log", start, limit
+                f"{self.path}/lives/{life:04d}/logs/{log_name(rank)}.log", start, limit
             )
         except Missing:
             return b""
+
+    async def log_size(self, life: int, rank: int) -> int:
+        """Bytes that a rank has written so far, where logs lie in segments; 0 where it has none."""
+        return await self._segments(life, rank).size()
+
+    def _segments(self, life: int, rank: int) -> Segments:
+        if (life, rank) not in self._logs and len(self._logs) >= LOGS_KNOWN:
+            self._logs.clear()
+        folder = f"{self.path}/lives/{life:04d}/logs/{log_name(rank)}"
+        return self._logs.setdefault((life, rank), Segments(self.store, folder))
 
     async def ended_at(self, life: Life) -> float | None:
         """When the last rank of a life ended, by its nodes' records; None while one is missing."""

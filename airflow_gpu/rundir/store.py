@@ -63,9 +63,10 @@ from tenacity import (
 from airflow_gpu.rundir import _folder
 from airflow_gpu.rundir._folder import HIDDEN
 from airflow_gpu.rundir._opening import first_line, open_store, parse, passing
+from airflow_gpu.rundir._options import Asked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
 T = TypeVar("T")
 
@@ -77,6 +78,9 @@ TRY_FOR = 60.0
 
 FIRST_WAIT, LONGEST_WAIT = 0.2, 5.0
 """Seconds between tries: a random time below a bound that doubles from the first to the longest."""
+
+SECRETS_KNOWN = 64
+"""Option values that are looked for in errors: the newest, and those of earlier options."""
 
 THREADS = 32
 """How many operations of one process are under way at once; further ones wait their turn."""
@@ -124,7 +128,8 @@ class Store:
         `memory://name`, shared within one process, for tests.
     :param options: Credentials, endpoint and HTTP client options by obstore's names (`access_key_id`,
         `endpoint`, `allow_http`, ...). What is absent is read from the environment, as obstore does.
-        They appear in no error and no repr.
+        They appear in no error and no repr. Or an async callable that answers them, asked when the store
+        is first used and again after five minutes; while it fails, the older ones serve.
     :raises StoreError: for a URI or options that cannot be used. Nothing is contacted yet.
 
     Paths are relative, of segments of `A-Za-z0-9._=+-` joined by `/`; in this alphabet no store and no
@@ -140,7 +145,11 @@ class Store:
     folder: Path | None
     """Of a store on a local file system, else None."""
 
-    def __init__(self, uri: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        uri: str,
+        options: Mapping[str, Any] | Callable[[], Awaitable[Mapping[str, Any]]] | None = None,
+    ) -> None:
         try:
             self.uri, self.folder = parse(uri)
             if self.folder is None:
@@ -149,15 +158,44 @@ class Store:
             raise StoreError(str(error)) from None
         except StoreError as error:
             raise StoreError(f"{uri!r}: {error}") from None
-        self._secrets = _values(options or {})
+        self._secrets: list[str] = []
         self._cached: Any = None
-        if self.folder is None:
+        self._asked = Asked(options) if callable(options) else None
+        self._opened_with: dict[str, Any] | None = None  # of what was asked for
+        if not callable(options):
+            self._open(dict(options or {}))
+
+    def _open(self, options: dict[str, Any]) -> None:
+        if self.folder is not None:  # opened by its first reader
+            if options:
+                raise StoreError(f"{self.uri}: a local folder takes no options, not {sorted(options)}")
+            return
+        # The older secrets too: what was begun with them may still fail.
+        self._secrets = list(dict.fromkeys([*_values(options), *self._secrets]))[:SECRETS_KNOWN]
+        try:
+            self._cached = open_store(self.uri, options)
+        except ValueError as error:
+            raise StoreError(self._redact(str(error))) from None
+
+    async def ready(self) -> None:
+        """Ask for the options now, if nobody has yet: raises what asking for them raises. Nothing else is contacted."""
+        await self._renew()
+
+    async def _renew(self) -> None:
+        """Open the store anew when its options are others by now."""
+        if self._asked is None:
+            return
+        options = await self._asked.current()
+        if options is self._opened_with:
+            return
+        if self._cached is None:
+            self._open(dict(options))
+        else:
             try:
-                self._cached = open_store(self.uri, dict(options or {}))
-            except ValueError as error:
-                raise StoreError(self._redact(str(error))) from None
-        elif options:
-            raise StoreError(f"{self.uri}: a local folder takes no options, not {sorted(options)}")
+                self._open(dict(options))
+            except StoreError:
+                pass  # a connection that was spoilt: the older options serve until the store refuses them
+        self._opened_with = options
 
     def __repr__(self) -> str:
         return f"Store({self.uri!r})"
@@ -265,22 +303,25 @@ class Store:
 
         return await self._retry(once, prefix)
 
-    async def list(self, prefix: str = "") -> list[Entry]:
-        """All files below the folder `prefix`, at any depth, sorted by path.
+    async def list(self, prefix: str = "", after: str = "") -> list[Entry]:
+        """All files below the folder `prefix`, at any depth, sorted by path; only those beyond the path `after`.
 
         A folder is whole segments: `list("lives/0001")` has nothing of `lives/00012/`. Files that are
         still being written are left out. A folder that is not there is empty.
         """
         _check(prefix, folder=True)
+        _check(after, folder=True)
 
         def once() -> list[Entry]:
             try:
-                found = obstore.list(self._reader(), prefix or None).collect()
+                found = obstore.list(self._reader(), prefix or None, offset=after or None).collect()
             except FileNotFoundError:
                 if self.folder is None:
                     raise self._no_bucket() from None
                 return []
-            return sorted(Entry(meta["path"], meta["size"]) for meta in found if _shown(meta["path"]))
+            # A store may ignore where to begin, as fake-gcs-server does.
+            entries = (Entry(meta["path"], meta["size"]) for meta in found if _shown(meta["path"]))
+            return sorted(entry for entry in entries if entry.path > after)
 
         return await self._retry(once, prefix)
 
@@ -378,6 +419,7 @@ class Store:
 
     async def _retry(self, once: Callable[[], T], path: str) -> T:
         """Run `once` in a thread until it does not fail for a passing reason, within `TRIES` and `TRY_FOR`."""
+        await self._renew()
         # The first try without tenacity, which leaves dozens of objects in cycles for each call, good or bad:
         # a triggerer that watches a thousand gangs stood still for a second every few seconds to collect them.
         try:

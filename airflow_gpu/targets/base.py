@@ -18,7 +18,7 @@ same sightings more cheaply later, through a capability of its own.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from airflow_gpu.gang.run import State
@@ -64,6 +64,10 @@ class Offer:
     pool: str = ""  # the target's own name of what is offered (a QOS, a node pool); comes back in Job.pool
 
 
+PAYLOAD = "<payload>"
+"""In a job whose files the target carries: the folder in which it will have put them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One attempt, as it is given to a target. Everything a target needs and nothing else.
@@ -74,6 +78,13 @@ class Job:
     digest. ``argv`` is run once on each node, from any directory: the runtime
     with its payload. What differs between the nodes the target gives them by
     environment (``docs/run-directory.md``, "The payload").
+
+    Where the channel is a folder that the nodes see, the payload lies there and
+    ``files`` is empty. Else the target carries the payload: it puts ``files`` (name to
+    content, a few hundred KB) into a folder of its own on every node before ``argv`` is
+    run, for the job's user alone, keeps it for as long as the job may start again, and
+    removes it with the job. ``payload`` and ``argv`` have :data:`PAYLOAD` in place of that
+    folder; :meth:`placed` answers the job with it filled in.
     """
 
     name: str
@@ -83,7 +94,9 @@ class Job:
     nodes: int
     gpus_per_node: int
     ranks_per_node: int
-    payload: str  # path (or URI) of the folder payload/<attempt>
+    payload: (
+        str  # the folder payload/<attempt> as the nodes see it; PAYLOAD where the target carries ``files``
+    )
     channel: str  # path (or URI) of the channel half of the run directory
     time_limit: float  # seconds, of one life, without the time in a queue
     argv: tuple[str, ...]
@@ -103,6 +116,14 @@ class Job:
         default_factory=dict, repr=False
     )  # by the target's one named route, never shown
     exclude_hosts: tuple[str, ...] = ()  # a wish: left out as long as the gang fits without them
+    files: Mapping[str, bytes] = field(
+        default_factory=dict, repr=False
+    )  # of the payload, by name, to be carried
+
+    def placed(self, folder: str) -> Job:
+        """The job with its carried files in ``folder`` of its nodes: payload and argv point there."""
+        argv = tuple(part.replace(PAYLOAD, folder) for part in self.argv)
+        return replace(self, payload=folder, argv=argv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +213,9 @@ class Target(Protocol):
 
     name: str
     capabilities: Capabilities
+    job_store: Mapping[str, Any]
+    """What jobs are told of the store at ``job_channel``: obstore's options without a secret, as strings and
+    booleans. Empty for a folder. Who makes the target fills it in."""
 
     @property
     def channel(self) -> str:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.beds.stores.servers import SERVERS, Server, Unavailable
 from tests.cli.conftest import Shell
 from tests.sweep.conftest import Plant
 
@@ -77,3 +83,91 @@ async def test_a_node_that_cannot_run_it(plant: Plant, shell: Shell) -> None:
     found = rows(await shell.json("doctor", "--job", "--wait", "20", code=3))
     assert found["here", "job"]["result"] == "fail"
     assert "airflow-gpu logs v1/prod/airflow-gpu-doctor/" in found["here", "job"]["todo"]
+
+
+# -- channels and states on an object store --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Server]:
+    try:
+        with SERVERS["s3"]() as server:
+            yield server
+    except Unavailable as reason:
+        pytest.skip(f"S3 IS NOT PROVED HERE: {reason}")
+
+
+def on_s3(shell: Shell, s3: Server, key: str = "") -> str:
+    """The target's channel is there, with a connection named; answers its address."""
+    root = f"{s3.uri}/{secrets.token_hex(6)}"
+    connection = json.loads(str(shell.env["AIRFLOW_CONN_HERE"]))
+    connection["extra"]["channel"] = root
+    minio = {
+        "conn_type": "aws",
+        "login": s3.options["access_key_id"],
+        "password": key or s3.options["secret_access_key"],
+        "extra": {"region_name": "us-east-1", "endpoint_url": s3.options["endpoint"]},
+    }
+    shell.env |= {
+        "AIRFLOW_CONN_HERE": json.dumps(connection),
+        "AIRFLOW_CONN_MINIO": json.dumps(minio),
+        "AIRFLOW__GPU__STORE_CONN_IDS": json.dumps({s3.uri: "minio"}),
+        "AWS_ACCESS_KEY_ID": None,
+        "AWS_SECRET_ACCESS_KEY": None,
+    }
+    return root
+
+
+async def test_an_object_store_is_proven_as_a_folder_is(plant: Plant, shell: Shell, s3: Server) -> None:
+    root = on_s3(shell, s3)
+    answer = await shell.json("doctor", "here", "--state-uri", f"{root}/state")
+    found = rows(answer)
+    assert answer["ok"], answer
+    assert "8 writers raced, one won" in found["here", "create-only writes"]["found"]
+    assert found["here", "create-only writes"]["check"].startswith(f"channel {root}")
+    assert found["here", "credentials"]["found"] == (
+        "connection 'minio'; jobs log in by themselves, and are told: allow_http, endpoint, region"
+    )
+    assert "8 writers raced, one won" in found["state store", "create-only writes"]["found"]
+    assert s3.options["secret_access_key"] not in json.dumps(answer)
+
+
+async def test_a_connection_without_the_right_says_which(plant: Plant, shell: Shell, s3: Server) -> None:
+    root = on_s3(shell, s3, key="not-the-right-key")
+    answer = await shell.json("doctor", "here", code=3)
+    row = rows(answer)["here", "create-only writes"]
+    assert "403 Forbidden" in row["found"]
+    assert (
+        row["todo"] == f"the connection 'minio' must have the right to read, write, list and delete at {root}"
+    )
+    assert "not-the-right-key" not in json.dumps(answer)
+
+
+async def test_a_connection_that_is_named_and_not_there(plant: Plant, shell: Shell, s3: Server) -> None:
+    on_s3(shell, s3)
+    shell.env["AIRFLOW__GPU__STORE_CONN_IDS"] = json.dumps({"s3://": "nothing_there"})
+    row = rows(await shell.json("doctor", "here", code=3))["here", "connection"]
+    assert "no connection 'nothing_there'" in row["found"]
+    assert "[gpu] store_conn_ids" in row["found"]
+
+
+async def test_without_credentials_it_says_what_would_do(
+    plant: Plant, shell: Shell, s3: Server, tmp_path: Path
+) -> None:
+    """No connection is named, and the process has no identity: its variables say that nobody is to be asked for one."""
+    on_s3(shell, s3)
+    shell.env["AIRFLOW__GPU__STORE_CONN_IDS"] = None
+    shell.env |= {
+        "AWS_ENDPOINT_URL": s3.options["endpoint"],
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_SKIP_SIGNATURE": "true",
+    }
+    row = rows(await shell.json("doctor", "here", code=3))["here", "create-only writes"]
+    assert row["result"] == "fail"
+    for words in ("AIRFLOW__GPU__STORE_CONN_IDS", '{"s3://bucket": "ID"}', "'aws'", "AWS_ACCESS_KEY_ID"):
+        assert words in row["todo"]
+
+
+async def test_a_wrong_setting_is_named(shell: Shell) -> None:
+    shell.env["AIRFLOW__GPU__STORE_CONN_IDS"] = "s3://b=minio"
+    assert "[gpu] store_conn_ids must be a JSON object" in (await shell("doctor", code=1)).output

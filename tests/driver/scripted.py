@@ -38,6 +38,7 @@ class Scripted:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.jobs: dict[str, dict[str, Any]] = {}
+        self.job_store: dict[str, Any] = {}
         self.submitted: list[str] = []
         self.cancelled: list[str] = []
         self.forgotten: list[str] = []

@@ -119,9 +119,10 @@ class SeamStore(Store):
         _check(prefix, folder=True)
         return list(await self._ask("names", prefix, lambda: self._disk.names(prefix), READ))
 
-    async def list(self, prefix: str = "") -> list[Entry]:
+    async def list(self, prefix: str = "", after: str = "") -> list[Entry]:
         _check(prefix, folder=True)
-        return list(await self._ask("list", prefix, lambda: self._disk.list(prefix), READ))
+        found = await self._ask("list", prefix, lambda: self._disk.list(prefix), READ)
+        return [entry for entry in found if entry.path > after]
 
     async def delete(self, path: str) -> None:
         _check(path)

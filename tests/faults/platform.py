@@ -391,6 +391,7 @@ class SeamTarget:
     def __init__(self, actor: Actor, platform: Platform, name: str) -> None:
         self.name, self._actor, self._platform = name, actor, platform
         self.channel, self.job_channel = platform.channel.uri, platform.root
+        self.job_store: dict[str, Any] = {}
 
     async def _ask(
         self, op: str, detail: str, effect: Callable[[], Any], kinds: tuple[str, ...], latency: float = 0.1

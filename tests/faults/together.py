@@ -61,6 +61,7 @@ class Twins:
 
     def __init__(self, root: Path, *, looks: bool) -> None:
         self.root, self.looks = root, looks
+        self.job_store: dict[str, Any] = {}
         self._running: set[asyncio.Task[None]] = set()
 
     @property

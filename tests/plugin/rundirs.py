@@ -25,6 +25,7 @@ from airflow_gpu.gang.identity import RunKey, attempt_name, run_path, slot_path
 from airflow_gpu.gang.run import Cause, CheckpointRef, Failure, Outcome
 from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.journal import Journal
+from airflow_gpu.rundir.ranklog import in_segments
 from airflow_gpu.rundir.store import Store
 
 INSTALLATION = "tests"
@@ -223,7 +224,12 @@ class Made:
         return self.lives
 
     async def log(self, life: int, rank: int, data: bytes) -> None:
-        await self.put(f"lives/{life:04d}/logs/rank-{rank:05d}.log", data)
+        name = f"rank-{rank:05d}"
+        if not in_segments(self.channel.store):
+            await self.put(f"lives/{life:04d}/logs/{name}.log", data)
+            return
+        for start in range(0, len(data), 20):
+            await self.put(f"lives/{life:04d}/logs/{name}/{start:015d}", data[start : start + 20])
 
     async def save(self, at: float, step: int, *, complete: bool = True, files: int = 8) -> None:
         folder = f"checkpoints/{self.lives:04d}/step-{step:09d}"

@@ -21,6 +21,7 @@ Example::
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 DEFAULT_PATH: Final = "~/.airflow-gpu/local"
 MOST_NODES: Final = 250
 """Each node has an address 127.0.0.(1 + index) of its own."""
+
+OBJECT_STORES: Final = ("s3", "gs", "az", "abfs", "abfss")
+_PREFIX: Final = re.compile(r"[A-Za-z0-9._=+-]+(/[A-Za-z0-9._=+-]+)*/?")
 
 SHAPE_FIELDS: Final = ("nodes", "gpus_per_node", "accelerator", "cpus", "memory", "pretend")
 
@@ -60,7 +64,9 @@ class LocalConfig:
     :param requeue: a preempted gang is started again by the cluster itself.
     :param straggler: seconds the other nodes of a gang have after one node ended badly.
     :param python: interpreter of the agents.
-    :param channel: root that Airflow and the ranks share; None: ``<path>/runs``.
+    :param channel: root that Airflow and the ranks share: a folder, or a prefix of an object store
+        (``s3://``, ``gs://``, ``az://``), whose credentials come from ``[gpu] store_conn_ids``, not from
+        here. None: ``<path>/runs``.
     :param idle_exit: seconds without a job after which the daemon ends by itself.
     :param keep: seconds for which an ended job can still be seen.
     :param pass_env: names of variables of the submitting process that gangs get as
@@ -102,7 +108,7 @@ class LocalConfig:
         _number("idle_exit", self.idle_exit, above_zero=True)
         if not self.python:
             raise ConfigError("python must name an interpreter, e.g. /usr/bin/python3")
-        if self.channel is not None:
+        if self.channel is not None and not is_object_store(self.channel):
             local_path(self.channel, "channel")
 
     @property
@@ -111,9 +117,17 @@ class LocalConfig:
         return Path(self.path)
 
     @property
-    def channel_folder(self) -> Path:
-        """The channel as a folder: Airflow and the ranks see it at the same place."""
-        return self.folder / "runs" if self.channel is None else local_path(self.channel, "channel")
+    def channel_folder(self) -> Path | None:
+        """The channel as a folder, which Airflow and the ranks see at the same place; None on an object store."""
+        if self.channel is None:
+            return self.folder / "runs"
+        return None if is_object_store(self.channel) else local_path(self.channel, "channel")
+
+    @property
+    def channel_uri(self) -> str:
+        """The channel as Airflow opens it."""
+        folder = self.channel_folder
+        return str(self.channel).rstrip("/") if folder is None else folder.as_uri()
 
     def cluster(self) -> dict[str, Any]:
         """The part that belongs to the folder, as ``cluster.json`` keeps it."""
@@ -137,6 +151,23 @@ class LocalConfig:
         return cls(**values)
 
 
+def is_object_store(uri: str) -> bool:
+    """Whether a channel is a prefix of an object store.
+
+    :raises ConfigError: it begins like one and is none.
+    """
+    scheme, mark, rest = uri.partition("://")
+    if not mark or scheme not in OBJECT_STORES:
+        return False
+    if not _PREFIX.fullmatch(rest):
+        raise ConfigError(
+            f"channel must be a folder, or bucket and prefix such as {scheme}://bucket/gangs of letters, digits and "
+            "'._=+-', without a name, password or query: credentials belong into a connection that [gpu] "
+            "store_conn_ids names for it"  # the value is not shown: it may hold a password
+        )
+    return True
+
+
 def local_path(uri: str, name: str) -> Path:
     """The folder that ``uri`` (a path, or ``file://``) names on this machine.
 
@@ -144,7 +175,15 @@ def local_path(uri: str, name: str) -> Path:
     """
     parts = urlsplit(uri)
     if parts.scheme not in ("", "file") or parts.netloc not in ("", "localhost"):
-        raise ConfigError(f"{name} must be a folder of this machine (a path or file:///...), got {uri!r}")
+        raise ConfigError(
+            f"{name} must be a folder of this machine (a path or file:///...)"
+            + (
+                f" or one of {', '.join(f'{known}://' for known in OBJECT_STORES)}"
+                if name == "channel"
+                else ""
+            )
+            + f", got {uri!r}"
+        )
     path = Path(unquote(parts.path) if parts.scheme else uri).expanduser()
     if not path.is_absolute():
         raise ConfigError(f"{name} must be an absolute path, got {uri!r}")

@@ -21,6 +21,7 @@ What it does not do: locks. Each file has one writer (below), so none are needed
     jobs/<name>/job.json    what was asked; written by the submitter, before the rename that makes the folder
     jobs/<name>/state.json  what became of it; written by the daemon
     jobs/<name>/secrets/    0700; the file in it 0600; removed when the job has ended
+    jobs/<name>/payload/    0700; the runtime and what it is to run, where the channel is no folder; stays with the job
     jobs/<name>/node-0.log  output of the agent of the gang's node 0
     jobs/<name>/work/       where the agents start
     jobs/<name>/start-0000/ claims, pids and exit codes of the nodes, one folder for each start
@@ -99,6 +100,10 @@ class JobFolder:
     @property
     def secrets_file(self) -> Path:
         return self.secrets / "secrets.json"
+
+    @property
+    def payload(self) -> Path:
+        return self.root / "payload"
 
     @property
     def work(self) -> Path:

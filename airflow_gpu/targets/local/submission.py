@@ -2,7 +2,8 @@
 
 Purpose: ``submit`` of the target, without the waiting. The folder is written
 whole under another name and renamed: the rename fails where a job is, so of
-any number of submits one creates and the others adopt.
+any number of submits one creates and the others adopt. A payload that the target
+carries is in the folder before it has its name, and goes with it.
 
 What it does not do: start anything. The daemon takes the folder in.
 
@@ -20,8 +21,8 @@ import shutil
 import time
 from typing import TYPE_CHECKING
 
-from airflow_gpu.targets.base import Job, NameTaken, Rejected
-from airflow_gpu.targets.local.config import ConfigError, LocalConfig, local_path
+from airflow_gpu.targets.base import PAYLOAD, Job, NameTaken, Rejected
+from airflow_gpu.targets.local.config import ConfigError, LocalConfig, is_object_store, local_path
 from airflow_gpu.targets.local.files import (
     PRIVATE,
     Folder,
@@ -37,6 +38,7 @@ from airflow_gpu.targets.local.schedule import Node, impossible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
@@ -103,6 +105,8 @@ def create(folder: Folder, job: Job, config: LocalConfig, nodes: list[Node]) -> 
 
     :raises Rejected: it can never run here. The message says what there is and what was asked.
     """
+    if job.files:
+        job = job.placed(str(folder.job(job.name).payload))
     spec = _spec(job, config)
     why = impossible(nodes, spec.request())
     if why:
@@ -113,6 +117,8 @@ def create(folder: Folder, job: Job, config: LocalConfig, nodes: list[Node]) -> 
         if job.secrets:
             staged.secrets.mkdir(mode=PRIVATE)
             create_file(staged.secrets_file, json.dumps(dict(job.secrets)).encode())
+        if job.files:
+            _carry(staged.payload, job.files)
         replace_file(staged.spec, encode(spec.to_json()), flush=True)
         try:
             os.rename(staged.root, folder.job(job.name).root)
@@ -130,6 +136,15 @@ def create(folder: Folder, job: Job, config: LocalConfig, nodes: list[Node]) -> 
     return spec.id
 
 
+def _carry(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Put the payload where the ranks will find it, on the disk before the job is there."""
+    folder.mkdir(mode=PRIVATE)
+    for name, data in files.items():
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            raise Rejected(f"{name!r} is no name of a file of a payload")
+        replace_file(folder / name, data, flush=True)
+
+
 def _spec(job: Job, config: LocalConfig) -> Spec:
     if not _NAME.fullmatch(job.name):
         raise Rejected(f"job name {job.name!r} is not a DNS label")
@@ -139,8 +154,11 @@ def _spec(job: Job, config: LocalConfig) -> Spec:
         raise Rejected(
             f"{job.nodes} nodes, {job.gpus_per_node} GPUs, {job.time_limit} s: not a shape that can run"
         )
+    if PAYLOAD in job.payload:
+        raise Rejected(f"job {job.name!r} has neither a payload that lies in a folder nor files to carry")
     try:
-        payload, channel = local_path(job.payload, "payload"), local_path(job.channel, "channel")
+        payload = local_path(job.payload, "payload")
+        channel = job.channel if is_object_store(job.channel) else str(local_path(job.channel, "channel"))
     except ConfigError as error:
         raise Rejected(str(error)) from None
     return Spec(
@@ -157,7 +175,7 @@ def _spec(job: Job, config: LocalConfig) -> Spec:
         priority=job.priority,
         time_limit=job.time_limit,
         payload=str(payload),
-        channel=str(channel),
+        channel=channel,
         exclude_hosts=tuple(job.exclude_hosts),
         secrets=bool(job.secrets),
         submitted_at=time.time(),

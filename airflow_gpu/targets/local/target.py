@@ -7,8 +7,9 @@ daemon where none lives.
 What it does not do: hold anything in memory that matters. Two targets for one
 folder, in two processes, are as good as one.
 
-Limits: Airflow's processes and the ranks must see the folder and the channel
-at the same paths.
+Limits: Airflow's processes and the ranks must see the folder, and a channel that is a
+folder, at the same paths. With a channel on an object store the ranks log in there by
+themselves: with ``Gang.secrets``, or variables that ``pass_env`` names.
 
 Example::
 
@@ -60,10 +61,11 @@ class LocalTarget:
             notices=True,
             requeues=config.requeue,
             excludes_hosts=True,
-            shared_path=True,
+            shared_path=config.channel_folder is not None,
             priorities=True,
             grace=config.grace,
         )
+        self.job_store: Mapping[str, Any] = {}
         self._client = Client(config.folder)
         self._known: dict[
             str, tuple[JobRef, Row, Sighting]
@@ -71,11 +73,12 @@ class LocalTarget:
 
     @property
     def channel(self) -> str:
-        return self.config.channel_folder.as_uri()
+        return self.config.channel_uri
 
     @property
     def job_channel(self) -> str:
-        return str(self.config.channel_folder)
+        folder = self.config.channel_folder
+        return self.config.channel_uri if folder is None else str(folder)
 
     @property
     def python(self) -> str:
@@ -123,7 +126,8 @@ class LocalTarget:
                 found = submission.adopt(self._client.folder, job)
                 if found is None:
                     nodes = self._nodes(self._table(declare=True))
-                    self.config.channel_folder.mkdir(parents=True, exist_ok=True)
+                    if self.config.channel_folder is not None:
+                        self.config.channel_folder.mkdir(parents=True, exist_ok=True)
                     found = submission.create(self._client.folder, job, self.config, nodes)
                 if found is not None:
                     self._client.poke()

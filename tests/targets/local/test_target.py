@@ -97,7 +97,7 @@ async def test_a_name_is_adopted_only_by_its_own(bed: Bed) -> None:
         ({"accelerator": "A100"}, "accelerator 'A100' was asked for, the cluster has H100"),
         ({"memory": 2**60}, "of memory on each node were asked for"),
         ({"image": "nvcr.io/x"}, "run without containers"),
-        ({"channel": "s3://b/x"}, "channel must be a folder of this machine"),
+        ({"channel": "hdfs://b/x"}, "channel must be a folder of this machine"),
         ({"name": "../x"}, "is not a DNS label"),
     ],
 )

@@ -33,6 +33,7 @@ class Bed(Protocol):
     nodes: int
     gpus_per_node: int
     limit: float  # seconds that anything on this bed may take, generously
+    # Where the channel is no folder, also ``channel_store``: opens it for Airflow's side.
 
     async def preempt(self, job: str, *, notice: bool) -> None:
         """The platform takes the gang's nodes."""
@@ -175,7 +176,7 @@ async def play(
         clock=time.time,
         sleep=asyncio.sleep,
         target=named,
-        channel_store=Store,
+        channel_store=getattr(bed, "channel_store", Store),
         watcher=lambda of: watchers[id(of)],
         secrets=values,
         say=said.append,

@@ -77,7 +77,11 @@ class LocalBed:
 
 @pytest.fixture
 def bed(tmp_path: Path) -> Iterator[LocalBed]:
-    bed = LocalBed(tmp_path / "cluster")
+    yield from closed(LocalBed(tmp_path / "cluster"))
+
+
+def closed(bed: LocalBed) -> Iterator[LocalBed]:
+    """The bed, and the end of its cluster."""
     try:
         yield bed
     finally:

@@ -12,12 +12,17 @@ Then, with the files out of the page cache: *plain read* of each rank's file, an
 a second life that *restores*: node 0 hashes everything before it claims, then
 each rank reads its file.
 
+With ``--s3`` the same on an S3 server that this script starts (versitygw, over the
+same disk): *plain client* is obstore putting each rank's bytes from memory, all
+ranks at once, in parts, with nothing around it.
+
 Where Orbax or torch.distributed.checkpoint are installed in this Python they
 save the same bytes from one process, beside plain files from one process.
 
 Example::
 
     python benchmarks/checkpoint.py --gib 2 --rounds 5
+    python benchmarks/checkpoint.py --gib 2 --s3
 """
 
 from __future__ import annotations
@@ -43,6 +48,65 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.runtime.bed import Bed
 
 RANKS = 4
+
+S3_PROGRAM = """
+import json, os, time
+import obstore
+from obstore.store import from_url
+from airflow_gpu.runtime import gang
+
+size, rounds, plain = int(os.environ["SIZE"]), int(os.environ["ROUNDS"]), os.environ["PLAIN"]
+options = json.loads(os.environ["STORE"])
+client = {"allow_http": options.pop("allow_http")}
+store = from_url(os.environ["URI"], config=options, client_options=client)
+
+def write(path, data):
+    with open(path, "wb", buffering=0) as file:
+        view = memoryview(data)
+        while view:
+            view = view[file.write(view[: 1 << 24]):]
+
+with gang() as g:
+    took = {}
+    def told(name, since):
+        took.setdefault(name, []).append(time.perf_counter() - since)
+    steps = iter(range(1, 10**6))
+    def together():
+        with g.checkpoint.save(next(steps)) as d:
+            (d / f"rank-{g.rank}").write_bytes(b"")
+    data = bytearray(os.urandom(1 << 20)) * (size >> 20)
+    copy = bytearray(data)
+    if g.life == 1:
+        for number in range(rounds):
+            together(); begun = time.perf_counter()
+            obstore.put(store, f"plain/rank-{g.rank}", memoryview(data), chunk_size=32 << 20, max_concurrency=4)
+            together(); told("plain client", begun)
+            begun = time.perf_counter()
+            with g.checkpoint.save(next(steps)) as d:
+                write(d / f"rank-{g.rank}", data)
+            together(); told("save", begun)
+            begun = time.perf_counter()
+            copy[:] = data
+            g.checkpoint.save_async(next(steps), lambda d: write(d / f"rank-{g.rank}", copy))
+            told("save_async", begun)
+            g.checkpoint.wait()
+            told("in the background", begun)
+        for number in range(rounds):
+            together(); begun = time.perf_counter()
+            ranges = [(at, min(32 << 20, size - at)) for at in range(0, size, 32 << 20)]
+            for at in range(0, len(ranges), 4):
+                some = ranges[at:at + 4]
+                obstore.get_ranges(store, f"plain/rank-{g.rank}", starts=[a for a, _ in some], lengths=[n for _, n in some])
+            told("plain get", begun)
+        with g.checkpoint.save(next(steps)) as d:
+            write(d / f"rank-{g.rank}", data)
+    else:
+        g.checkpoint.restore()
+    with open(os.path.join(plain, f"took-{g.life}-{g.rank}.json"), "w") as file:
+        json.dump(took, file)
+    if g.life == 1:
+        raise SystemExit(9)
+"""
 
 PROGRAM = """
 import json, os, sys, threading, time
@@ -117,7 +181,11 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=2.0, help="bytes of all four ranks together")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure")
+    parser.add_argument("--s3", action="store_true", help="to an S3 server on this machine")
     given = parser.parse_args()
+    if given.s3:
+        measure_s3(int(given.gib * 2**30) // RANKS >> 20 << 20, given.rounds, given.folder)
+        return
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         measure(Path(folder), int(given.gib * 2**30) // RANKS >> 20 << 20, given.rounds)
 
@@ -145,6 +213,31 @@ def measure(folder: Path, size: int, rounds: int) -> None:
         _peer(name, save, folder / "peers", size)
 
 
+def measure_s3(size: int, rounds: int, folder: Path | None) -> None:
+    from tests.beds.stores.servers import s3
+    from tests.runtime.objects import ObjectBed
+
+    with tempfile.TemporaryDirectory(dir=folder) as place, s3() as server:
+        bed = ObjectBed(Path(place) / "bed", server)
+        plain = Path(place) / "plain"
+        plain.mkdir()
+        env = {
+            "SIZE": str(size),
+            "ROUNDS": str(rounds),
+            "PLAIN": str(plain),
+            "URI": bed.uri,
+            "STORE": json.dumps({**server.options}),
+        }
+        job = bed.payload(script=S3_PROGRAM, env=env, constants={}, time_limit=7200)
+        try:
+            _wait(bed, job, 0, 9)
+            took = _slowest(plain, 1)
+        finally:
+            bed.close()
+    beside = {"save": "plain client", "save_async": "save", "in the background": "plain client"}
+    show(took, size * RANKS, rounds, beside, "to S3, ")
+
+
 def _wait(bed: Bed, job: Path, restart: int, code: int) -> None:
     life = bed.start(job, restart=restart)
     codes = [agent.wait() for agent in life.agents]
@@ -160,21 +253,27 @@ def _slowest(plain: Path, life: int) -> dict[str, list[float]]:
     }
 
 
-def show(took: dict[str, list[float]], size: int, rounds: int) -> None:
+BESIDE = {"save": "plain", "save_async": "save", "in the background": "plain", "restore": "plain read"}
+
+
+def show(
+    took: dict[str, list[float]],
+    size: int,
+    rounds: int,
+    beside: dict[str, str] = BESIDE,
+    where: str = "",
+) -> None:
     middle = {name: statistics.median(seconds) for name, seconds in took.items()}
     table = Table(
-        title=f"{size / 2**30:.2f} GiB from {RANKS} ranks, {rounds} rounds, {datetime.now(UTC):%Y-%m-%d}"
+        title=f"{size / 2**30:.2f} GiB from {RANKS} ranks, {where}{rounds} rounds, {datetime.now(UTC):%Y-%m-%d}"
     )
     for head in ("", "seconds (median)", "least", "most", "GiB/s", "beside"):
         table.add_column(head, justify="left" if head in ("", "beside") else "right")
-    beside = {
-        "save": ("plain", middle["plain"] / middle["save"]),
-        "save_async": ("save", middle["save_async"] / middle["save"]),
-        "in the background": ("plain", middle["plain"] / middle["in the background"]),
-        "restore": ("plain read", middle["plain read"] / middle["restore"]),
-    }
     for name, seconds in took.items():
-        other, ratio = beside.get(name, ("", 0.0))
+        other = beside.get(name, "")
+        ratio = middle.get(other, 0.0) / middle[name]
+        if name == "save_async":
+            ratio = 1 / ratio
         words = (
             f"{ratio:.2f} of the time of {other}"
             if name == "save_async"

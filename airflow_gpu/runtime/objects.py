@@ -58,6 +58,8 @@ _CLIENT = frozenset(
     | {"root_certificate", "user_agent", "http1_only", "http2_only", "pool_idle_timeout"}
 )
 
+_WORDS = {"true": True, "false": False}
+
 T = TypeVar("T")
 
 
@@ -184,9 +186,18 @@ class Objects:
         with ThreadPoolExecutor(min(AT_ONCE, len(names))) as pool:
             return list(pool.map(one, names))
 
-    def append(self, name: str, start: int, data: bytes) -> None:
-        """A piece of a growing file, which begins at byte ``start`` of it. Raises OSError."""
-        self.replace(f"{name}/{start:015d}", data)
+    def append(self, name: str, start: int, data: bytes) -> int:
+        """A piece of a growing file, which begins at byte ``start`` of it; answers how much of it is there now.
+
+        A piece is never written again, since somebody may have read it: one
+        that came through although its answer was lost stays as it is. Raises OSError.
+        """
+        piece = f"{name}/{start:015d}"
+        try:
+            self.create(piece, data)
+        except Exists:
+            return int(self._ask(lambda: self._api.head(self._store, piece))["size"])
+        return len(data)
 
     def fetch(
         self, folder: str, files: Sequence[Entry], seconds: Optional[float]
@@ -295,7 +306,10 @@ def _open(uri: str, options: Mapping[str, Any]) -> Tuple[Any, Any]:
             "or give the target a folder that all nodes see"
         ) from None
     config = {name: value for name, value in options.items() if name not in _CLIENT}
-    client = {name: value for name, value in options.items() if name in _CLIENT}
+    # As people have typed them into a connection: "true" is a word there.
+    client = {
+        name: _WORDS.get(str(value).lower(), value) for name, value in options.items() if name in _CLIENT
+    }
     if scheme == "s3":
         config["conditional_put"] = "etag"
     try:

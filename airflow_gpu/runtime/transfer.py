@@ -76,8 +76,7 @@ class Logs:
                     data = file.read(PIECE)
                 if not data:
                     return
-                self._channel.append(log.name, log.sent, data)
-                log.sent += len(data)
+                log.sent += self._channel.append(log.name, log.sent, data)
         except OSError as error:
             self._say(f"{log.path} could not be uploaded: {error}")
 

@@ -255,3 +255,25 @@ def test_names_that_stores_spell_differently(make_objects: Make, tmp_path: Path)
 
 def _keys(bed: ObjectBed) -> dict[str, str]:
     return json.loads(json.dumps({name.lower(): value for name, value in bed.secrets.items()}))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pieces_of_a_log_are_written_once(make_objects: Make, kind: str) -> None:
+    store = make_objects(kind).store
+    assert store.append("logs/rank-00000", 0, b"hello ") == 6
+    assert store.append("logs/rank-00000", 0, b"hello world") == 6, (
+        "its answer was lost; the rest is the next piece"
+    )
+    assert store.append("logs/rank-00000", 6, b"world") == 5
+    assert store.names("logs/rank-00000") == ["000000000000000", "000000000000006"]
+    assert store.read("logs/rank-00000/000000000000000") == b"hello "
+
+
+def test_options_as_people_type_them(make_objects: Make, tmp_path: Path) -> None:
+    bed = make_objects("s3")
+    typed = {
+        name: str(value).lower() if isinstance(value, bool) else value for name, value in bed.options.items()
+    }
+    store = Objects(bed.uri, {**typed, **_keys(bed)}, str(tmp_path))
+    store.create("x", b"1")
+    assert store.read("x") == b"1"

@@ -16,8 +16,8 @@ With ``--s3`` the same on an S3 server that this script starts (versitygw, over 
 same disk): *plain client* is obstore putting each rank's bytes from memory, all
 ranks at once, in parts, with nothing around it.
 
-Where Orbax or torch.distributed.checkpoint are installed in this Python they
-save the same bytes from one process, beside plain files from one process.
+Where Orbax or torch.distributed.checkpoint are installed (``make frameworks``) they
+save one rank's bytes from one process, beside plain files from one process.
 
 Example::
 
@@ -28,17 +28,15 @@ Example::
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -209,8 +207,7 @@ def measure(folder: Path, size: int, rounds: int) -> None:
     finally:
         bed.close()
     show(took, size * RANKS, rounds)
-    for name, save in peers(folder / "peers").items():
-        _peer(name, save, folder / "peers", size)
+    peers(folder / "peers", size)
 
 
 def measure_s3(size: int, rounds: int, folder: Path | None) -> None:
@@ -290,50 +287,12 @@ def show(
     Console(width=120).print(table)
 
 
-# -- peers, from one process ---------------------------------------------------------------------------
-
-
-def peers(folder: Path) -> dict[str, Callable[[Path, Any], None]]:
-    found: dict[str, Callable[[Path, Any], None]] = {}
-    if importlib.util.find_spec("orbax"):
-        found["Orbax"] = _orbax
-    if importlib.util.find_spec("torch"):
-        found["torch.distributed.checkpoint"] = _dcp
-    if not found:
-        print("Neither Orbax nor PyTorch is installed in this Python: no peer beside it.")
-    return found
-
-
-def _orbax(folder: Path, data: Any) -> None:
-    import orbax.checkpoint as ocp
-
-    with ocp.StandardCheckpointer() as saver:
-        saver.save(folder, {"weights": data})
-
-
-def _dcp(folder: Path, data: Any) -> None:
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    dcp.save({"weights": torch.from_numpy(data)}, checkpoint_id=str(folder), no_dist=True)
-
-
-def _peer(name: str, save: Callable[[Path, Any], None], folder: Path, size: int) -> None:
-    import numpy as np
-
-    folder.mkdir(exist_ok=True)
-    data = np.frombuffer(bytearray(os.urandom(1 << 20)) * (size >> 20), dtype=np.float32)
-    begun = time.perf_counter()
-    with (folder / "plain").open("wb", buffering=0) as file:
-        file.write(memoryview(data).cast("B"))
-        os.fsync(file.fileno())
-    plain = time.perf_counter() - begun
-    begun = time.perf_counter()
-    save(folder / name, data)
-    took = time.perf_counter() - begun
-    print(
-        f"{name}: {took:.2f} s from one process; {plain / took:.2f} of the speed of plain write+fsync ({plain:.2f} s)"
-    )
+def peers(folder: Path, size: int) -> None:
+    """Orbax and torch.distributed.checkpoint save the same bytes, in the Python that has them."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "airflow-gpu" / "frameworks"
+    python = next((str(p) for p in [home / "bin" / "python"] if p.exists()), sys.executable)
+    script = Path(__file__).with_name("checkpoint_peers.py")
+    subprocess.run([python, str(script), str(folder), str(size)], check=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -139,6 +140,7 @@ class Copies:
         self._run = os.path.join(local, f"{PREFIX}{run}")
         os.makedirs(local, exist_ok=True)
         _sweep(local)
+        _own(self._run)
         self._here = Folder(os.path.join(self._run, f"node-{node:04d}"))
         self._here.folder("")
         self._node = node
@@ -222,6 +224,19 @@ class Copies:
             return Manifest.load(self._here.path(f"{life}/{name}"))
         except (BadManifest, OSError):
             return None
+
+
+def _own(path: str) -> None:
+    """Make a folder that nobody else can enter, or see that it is one: what lies there is loaded by programs.
+
+    Raises OSError.
+    """
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        found = os.lstat(path)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise PermissionError(f"{path} is there, and others can write to it") from None
 
 
 def _sweep(local: str) -> None:

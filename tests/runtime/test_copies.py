@@ -163,6 +163,20 @@ def test_other_runs_on_the_same_disk(tmp_path: Path) -> None:
     assert [copy.step for copy in mine.held()] == [5]
 
 
+@pytest.mark.parametrize("trap", ["a link", "open to others"])
+def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path, trap: str) -> None:
+    """In /dev/shm or /tmp anybody may have made it, and what lies there is loaded."""
+    run = Path(Copies(str(tmp_path), "s3://a/run", 0).root).parent
+    assert run.stat().st_mode & 0o777 == 0o700
+    if trap == "a link":
+        run.rename(tmp_path / "elsewhere")
+        run.symlink_to(tmp_path / "elsewhere")
+    else:
+        run.chmod(0o777)
+    with pytest.raises(PermissionError, match="others can write to it"):
+        Copies(str(tmp_path), "s3://a/run", 0)
+
+
 def test_levels() -> None:
     levels = Levels(300.0, None, now=0.0)
     assert not levels.to_channel(299.0)

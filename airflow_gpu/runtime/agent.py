@@ -14,13 +14,12 @@ grace up to the platform.
 from __future__ import annotations
 
 import os
-import queue
 import shutil
 import signal
 import tempfile
 import threading
 import time
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Callable, Dict, Optional
 
 from airflow_gpu.runtime.checkpoint import life_folder
 from airflow_gpu.runtime.claim import AlreadyDone, Claim, NoLife, NotClaimed, await_life, claim, life_root
@@ -29,6 +28,7 @@ from airflow_gpu.runtime.environment import Place, mpi_environment, node_environ
 from airflow_gpu.runtime.files import Channel
 from airflow_gpu.runtime.hands import Hands
 from airflow_gpu.runtime.head import Head
+from airflow_gpu.runtime.inbox import Inbox
 from airflow_gpu.runtime.job import Job, Node, Unusable
 from airflow_gpu.runtime.objects import NoClient, is_uri
 from airflow_gpu.runtime.opening import Scratch, open_channel, take_credentials
@@ -42,16 +42,12 @@ from airflow_gpu.runtime.words import (
     EXIT_NOT_WHOLE,
     EXIT_PREEMPTED,
     EXIT_USAGE,
-    NOTICE_SIGNALS,
     VERSION,
     Log,
 )
 
 TICK_SECONDS = 1.0
 """Longest sleep of the main loop."""
-
-TELL_SECONDS = 10.0
-"""How long a node that got a notice before it has joined still tries to tell node 0."""
 
 FORMER_SECONDS = 3.0
 """On a platform that does not count its restarts: for how long the newest life is tried. It may be the one before."""
@@ -80,8 +76,8 @@ class Agent:
         self.channel: Channel
         self.seed: Channel  # of the checkpoint of another place to begin from, where there is one
         self.hands: Hands
-        self.inbox: queue.SimpleQueue[Tuple[str, Any]] = queue.SimpleQueue()
-        self.processes = Processes(lambda rank: self.inbox.put(("ended", rank)))
+        self.inbox = Inbox()
+        self.processes = Processes(lambda rank: self.inbox.put("ended", rank))
         self.claim: Claim
         self.link: Optional[Link] = None
         self.server: Optional[Server] = None
@@ -96,7 +92,6 @@ class Agent:
         self.environment: Dict[str, str] = {}
         self._guard = guard
         self._tools = ""
-        self._told_at: Optional[float] = None  # when a notice came while this node had not joined yet
         self._remote = Remote(self.processes, self._send)
         self._handlers: Dict[str, Callable[[Message], None]] = {
             "start": self._on_start,
@@ -110,11 +105,7 @@ class Agent:
 
     def run(self) -> int:
         """Until all is over; answers the exit code."""
-        self._listen_to_signals()
-        if self._guard is not None:
-            threading.Thread(
-                target=self._watch_guard, args=(self._guard,), name="gang-guard", daemon=True
-            ).start()
+        self.inbox.listen(self._guard)
         try:
             self._open()
             joined = self._join()
@@ -137,7 +128,7 @@ class Agent:
             self.code = EXIT_NOT_CLAIMED
         except (NoLife, Unreachable) as error:
             self.log(f"the gang is not whole: {error}")
-            self.code = EXIT_PREEMPTED if self._interrupted() or self._left("notice") else EXIT_NOT_WHOLE
+            self.code = EXIT_PREEMPTED if self.inbox.interrupted() or self._left("notice") else EXIT_NOT_WHOLE
         finally:
             self.processes.kill()
             self._close()
@@ -178,14 +169,14 @@ class Agent:
             head = Head(self.channel, self.job, self.node, self.claim, self.server, self.log)
             self.server.start(self.claim.token, head, head.begin)
         else:
-            found = await_life(self.channel, self.job, self.node, until, self._interrupted)
+            found = await_life(self.channel, self.job, self.node, until, self.inbox.interrupted)
             if found is None:
                 self.log("a notice came before node 0 had claimed a life")
                 return False
             self.claim = found
         self.log.prefix = f"life {self.claim.life} node {self.node.rank}"
         self.link = Link(
-            lambda m: self.inbox.put(("message", m)), lambda why: self.inbox.put(("lost", why)), beats=True
+            lambda m: self.inbox.put("message", m), lambda why: self.inbox.put("lost", why), beats=True
         )
         if self.node.rank == 0:
             # Claiming may have taken its time. A notice waits until it can be told: the server is in this process.
@@ -220,35 +211,20 @@ class Agent:
                     self.claim.control,
                     self._hello(),
                     until if counted else min(until, time.monotonic() + FORMER_SECONDS),
-                    lambda: self._interrupted() or self._left("notice") or self._left("failure"),
+                    lambda: self.inbox.interrupted() or self._left("notice") or self._left("failure"),
                 )
                 return True
             except (Refused, Unreachable) as error:
-                if counted or self._interrupted() or time.monotonic() >= until:
+                if counted or self.inbox.interrupted() or time.monotonic() >= until:
                     raise
                 self.log(f"life {self.claim.life} does not take this node: {error}; awaiting a newer one")
             found = await_life(
-                self.channel, self.job, self.node, until, self._interrupted, after=self.claim.life
+                self.channel, self.job, self.node, until, self.inbox.interrupted, after=self.claim.life
             )
             if found is None:
                 return False
             self.claim = found
             self.log.prefix = f"life {found.life} node {self.node.rank}"
-
-    def _interrupted(self) -> bool:
-        """Something came that ends the waiting for node 0. It is put back for whoever listens next.
-
-        After a notice the wait still goes on for a moment: node 0 should hear
-        of it, or it would wait for this node until the barrier's time is over.
-        """
-        try:
-            item = self.inbox.get_nowait()
-        except queue.Empty:
-            return False
-        self.inbox.put(item)
-        if self._told_at is None:
-            self._told_at = time.monotonic()
-        return item[0] == "guard" or time.monotonic() - self._told_at >= TELL_SECONDS
 
     def _left(self, what: str) -> bool:
         """The life that this node wants to join has a notice.json or failure.json."""
@@ -258,12 +234,7 @@ class Agent:
 
     def _turn(self) -> None:
         due = self.processes.due_in()
-        try:
-            kind, value = self.inbox.get(
-                timeout=TICK_SECONDS if due is None else min(TICK_SECONDS, due + 0.001)
-            )
-        except queue.Empty:
-            kind, value = "", None
+        kind, value = self.inbox.get(TICK_SECONDS if due is None else min(TICK_SECONDS, due + 0.001))
         if kind == "message":
             handler = self._handlers.get(str(value.get("t")))
             if handler is not None:
@@ -297,7 +268,7 @@ class Agent:
             if threading.get_ident() == here:
                 self._launch(m, where, error)
             else:
-                self.inbox.put(("brought", (m, where, error)))
+                self.inbox.put("brought", (m, where, error))
 
         self.hands.bring(self.claim.life, m.get("restore"), then)
 
@@ -461,20 +432,6 @@ class Agent:
     def _send(self, message: Message) -> None:
         if self.link is not None:
             self.link.send(message)
-
-    def _listen_to_signals(self) -> None:
-        numbers = [getattr(signal, name) for name in NOTICE_SIGNALS]
-        for number in numbers:
-            # SimpleQueue may be filled from a signal handler.
-            signal.signal(number, lambda number, frame: self.inbox.put(("signal", number)))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
-
-    def _watch_guard(self, descriptor: int) -> None:
-        try:
-            os.read(descriptor, 1)
-        except OSError:
-            pass
-        self.inbox.put(("guard", None))
 
     def _close(self) -> None:
         if self.link is not None:

@@ -17,6 +17,7 @@ from airflow_gpu.compat import BaseHook
 from airflow_gpu.driver import World
 from airflow_gpu.hooks.target import build_target
 from airflow_gpu.pacing import Pace
+from airflow_gpu.rundir.sftp import sftp_options
 from airflow_gpu.rundir.store import Store, StoreError
 from airflow_gpu.settings import Settings
 from airflow_gpu.targets.base import NotConfigured, Target, TargetError
@@ -149,6 +150,8 @@ async def state_store(given: Settings) -> Store:
 
 def store_options(conn: Any) -> dict[str, Any]:
     """Options of an object store from a connection: login and password as keys, extra as it is."""
+    if conn.conn_type in ("ssh", "sftp"):
+        return sftp_options(conn)
     options: dict[str, Any] = dict(conn.extra_dejson or {})
     if conn.conn_type == "aws":
         if conn.login:

@@ -27,7 +27,10 @@ from tests.beds.stores.wire import Cut, Lose, Refuse, Truncate, Wire
 
 SLOTS = 200
 WRITERS = 16
-ALL_SERVERS = {**SERVERS, "sftp": sshd}  # tests with a bad wire want HTTP, so the last has its own in test_sftp.py
+ALL_SERVERS = {
+    **SERVERS,
+    "sftp": sshd,
+}  # tests with a bad wire want HTTP, so the last has its own in test_sftp.py
 EVERY_CHARACTER = "v1/AZaz09._=+-/b=20c=2Fd+e/x=3D.json"
 
 

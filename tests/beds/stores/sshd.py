@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,17 @@ class Sshd(Server):
     def host_key(self) -> str:
         return (self.keys / "host_key.pub").read_text()
 
+    def fail(self, *faults: tuple[str, int | str]) -> None:
+        """What goes wrong next: see `faulty_sftp.py`."""
+        (self.keys / "faults").write_text(json.dumps(faults))
+
+    def left(self) -> list[Any]:
+        """Faults that have not happened yet."""
+        return list(json.loads((self.keys / "faults").read_text()))
+
+    def hide(self, *extensions: str) -> None:
+        (self.keys / "hidden").write_text("\n".join(extensions))
+
     def sessions(self) -> list[psutil.Process]:
         """The processes that serve one connection each."""
         return [child for child in psutil.Process(self.pid).children() if child.is_running()]
@@ -66,8 +78,11 @@ class Sshd(Server):
 
 
 @contextlib.contextmanager
-def sshd(*, subsystem: str = "") -> Iterator[Sshd]:
-    """A server over a temporary folder. `subsystem`: options of sftp-server, such as `-P hardlink`."""
+def sshd(*, subsystem: str = "", faulty: bool = False) -> Iterator[Sshd]:
+    """A server over a temporary folder.
+
+    `subsystem`: options of sftp-server, such as `-P hardlink`; `faulty`: behind `faulty_sftp.py`.
+    """
     program, sftp_server = _programs()
     with tempfile.TemporaryDirectory() as made:
         keys, root = Path(made) / "keys", Path(made) / "root"
@@ -77,11 +92,14 @@ def sshd(*, subsystem: str = "") -> Iterator[Sshd]:
             _keygen(keys / name)
         (keys / "authorized_keys").write_text((keys / "user_key.pub").read_text())
         port = _free_port()
-        (keys / "sshd_config").write_text(
-            _CONFIG.format(port=port, folder=keys, subsystem=f"{sftp_server} {subsystem}".strip())
-        )
+        command = f"{sftp_server} {subsystem}".strip()
+        if faulty:
+            command = f"{sys.executable} -I {Path(__file__).parent / 'faulty_sftp.py'} {keys} {command}"
+        (keys / "sshd_config").write_text(_CONFIG.format(port=port, folder=keys, subsystem=command))
         if os.geteuid() == 0:
-            Path("/run/sshd").mkdir(exist_ok=True)  # where it locks itself in; gone after a restart of the machine
+            Path("/run/sshd").mkdir(
+                exist_ok=True
+            )  # where it locks itself in; gone after a restart of the machine
         with _running([program, "-D", "-e", "-f", keys / "sshd_config"], port) as pid:
             yield Sshd(
                 "sftp",
@@ -116,7 +134,10 @@ def _programs() -> tuple[str, str]:
     found = [shutil.which(name, path=folders) for name in ("sshd", "sftp-server")]
     if None in found and os.geteuid() == 0 and shutil.which("apt-get"):
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
-        for arguments in (["update", "-qq"], ["install", "-qq", "-y", "--no-install-recommends", "openssh-server"]):
+        for arguments in (
+            ["update", "-qq"],
+            ["install", "-qq", "-y", "--no-install-recommends", "openssh-server"],
+        ):
             subprocess.run(["apt-get", *arguments], env=environment, capture_output=True, timeout=600)
         found = [shutil.which(name, path=folders) for name in ("sshd", "sftp-server")]
     if None in found or shutil.which("ssh-keygen") is None:

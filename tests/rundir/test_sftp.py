@@ -150,7 +150,7 @@ async def test_a_connection_that_is_killed_while_files_are_created(server: Sshd)
 
     def kill() -> None:
         nonlocal killed
-        while not ended.wait(0.2):
+        while not ended.wait(1.0):
             killed += server.hang_up()
 
     killer = threading.Thread(target=kill)
@@ -230,7 +230,7 @@ async def test_other_work_that_is_cut_off(faulty: Sshd, action: str) -> None:
 
 
 async def test_a_server_that_does_not_answer(faulty: Sshd) -> None:
-    store, folder = fresh(faulty, timeout=2)
+    store, _ = fresh(faulty, timeout=2)
     await store.create("a", b"x")
     faulty.fail(("freeze", READ))
     assert await store.get("a") == b"x"

@@ -26,6 +26,8 @@ import psutil
 
 from tests.beds.stores.servers import Server, Unavailable, _free_port, _running
 
+# Another HOME: the login shell of whoever runs this reads its start-up files on the way, which may do anything, and
+# killed in the midst of it leave anything.
 _CONFIG = """
 ListenAddress 127.0.0.1
 Port {port}
@@ -38,6 +40,7 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 PubkeyAuthentication yes
 PermitRootLogin prohibit-password
+SetEnv HOME={folder}
 Subsystem sftp {subsystem}
 """
 
@@ -92,9 +95,9 @@ def sshd(*, subsystem: str = "", faulty: bool = False) -> Iterator[Sshd]:
             _keygen(keys / name)
         (keys / "authorized_keys").write_text((keys / "user_key.pub").read_text())
         port = _free_port()
-        command = f"{sftp_server} {subsystem}".strip()
+        command = f"internal-sftp {subsystem}".strip()
         if faulty:
-            command = f"{sys.executable} -I {Path(__file__).parent / 'faulty_sftp.py'} {keys} {command}"
+            command = f"{sys.executable} -I {Path(__file__).parent / 'faulty_sftp.py'} {keys} {sftp_server} {subsystem}"
         (keys / "sshd_config").write_text(_CONFIG.format(port=port, folder=keys, subsystem=command))
         if os.geteuid() == 0:
             Path("/run/sshd").mkdir(

@@ -25,6 +25,7 @@ import atexit
 import base64
 import contextlib
 import errno
+import logging
 import socket
 import struct
 import threading
@@ -78,6 +79,9 @@ class Session:
     def __init__(self, where: Where, options: Mapping[str, Any]) -> None:
         import asyncssh
 
+        # It tells of every connection, which at the level of INFO is all that a triggerer's log would say.
+        if (log := logging.getLogger("asyncssh")).level == logging.NOTSET:
+            log.setLevel(logging.WARNING)
         self.where = where
         self.timeout = float(options.get("timeout") or TIMEOUT)
         self._ssh = asyncssh

@@ -34,30 +34,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import posixpath
-import secrets
 import stat
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from obstore.exceptions import AlreadyExistsError
-
-from airflow_gpu.rundir._folder import HIDDEN
-from airflow_gpu.rundir._ssh import Session, Where, shared
+from airflow_gpu.rundir._sftp_place import Linked, Place, client_errors
+from airflow_gpu.rundir._sftp_writing import PIECE, Writer, create
+from airflow_gpu.rundir._ssh import Where, shared
 
 T = TypeVar("T")
 
 _Scanned = list[tuple[str, Any]]  # names in one folder, and what each is
-
-PIECE = 8 << 20
-"""Bytes that are asked for, or sent, in one question with a time-out."""
 
 AT_ONCE = 16
 """Folders that are listed, or files that are removed, in one question."""
@@ -67,8 +61,6 @@ DEEPEST = 32
 
 HALF = 2.0
 """Seconds for which a file that does not look whole is read again, where the server cannot link."""
-
-FILL_TRIES = 3
 
 
 def sftp_options(conn: Any) -> dict[str, Any]:
@@ -122,15 +114,11 @@ class Pages:
         return self.files
 
 
-class Sftp:
+class Sftp(Place):
     """The folder ``root`` (absolute) of a server. Paths are relative to it; names may be any.
 
     Every method raises OSError: FileNotFoundError, and ``ECONNRESET`` for what may pass.
     """
-
-    def __init__(self, session: Session, root: str) -> None:
-        self.session = session
-        self.root = root.rstrip("/")
 
     def __repr__(self) -> str:
         return f"Sftp({self.session.where.host!r}, {self.root!r})"
@@ -139,7 +127,7 @@ class Sftp:
 
     def head(self, path: str) -> dict[str, Any]:
         """:raises FileNotFoundError: no regular file is there, or a link leads to it."""
-        found = self.session.run(lambda client: self._file(client, self._full(path)))
+        found = self.session.run(lambda client: self.file(client, self.full(path)))
         return _meta(path, found)
 
     def get(self, path: str, *, options: Mapping[str, Any] | None = None) -> Answer:
@@ -160,10 +148,10 @@ class Sftp:
         return Answer(data)
 
     def _read(self, path: str, start: int, limit: int | None) -> bytes:
-        full = self._full(path)
+        full = self.full(path)
 
         async def begin(client: Any) -> tuple[Any, Any, bytes]:
-            await self._file(client, full)  # first: to open a pipe would hold the server up
+            await self.file(client, full)  # first: to open a pipe would hold the server up
             file = await client.open(full, "rb", encoding=None)
             wanted = PIECE if limit is None else min(limit, PIECE)
             data = await file.read(wanted, start)
@@ -220,14 +208,14 @@ class Sftp:
 
     def _scan_all(self, folders: Sequence[str]) -> Sequence[_Scanned]:
         return self.session.run(
-            lambda client: asyncio.gather(*(self._scan(client, self._full(path)) for path in folders))
+            lambda client: asyncio.gather(*(self._scan(client, self.full(path)) for path in folders))
         )
 
     async def _scan(self, client: Any, full: str) -> _Scanned:
         """Names and attributes below one folder, links themselves among them."""
         try:
-            _, found = await asyncio.gather(self._inside(client, full), client.readdir(full))
-        except (client_errors().SFTPNoSuchFile, _Linked):
+            _, found = await asyncio.gather(self.inside(client, full), client.readdir(full))
+        except (client_errors().SFTPNoSuchFile, Linked):
             return []
         return [(entry.filename, entry.attrs) for entry in found if entry.filename not in (".", "..")]
 
@@ -238,119 +226,21 @@ class Sftp:
 
         :raises AlreadyExistsError: with ``mode="create"``, if the name is taken.
         """
-        full = self._full(path, writing=True)
-        if mode != "create":
-            with self.open_writer(path) as writer:
-                writer.write(data)
+        if mode == "create":
+            create(self, path, data)
             return
-        staged = self._staged(full)
-        if self.session.links():
-            self.session.run(lambda client: self._create(client, full, staged, data))
-        else:
-            self._create_open(full, data)
-
-    async def _create(self, client: Any, full: str, staged: str, data: bytes) -> None:
-        """By a hard link."""
-        ssh = client_errors()
-        await self._parent(client, full)
-        if await _there(client, full):
-            raise AlreadyExistsError(full)
-        await _write(client, staged, "xb", data)
-        try:
-            await client.link(staged, full)
-        except (ssh.SFTPPermissionDenied, ssh.SFTPOpUnsupported):
-            raise OSError(
-                errno.EPERM, "this file system has no hard links, which create-only files need"
-            ) from None
-        except (ssh.SFTPFailure, ssh.SFTPFileAlreadyExists):
-            if not await _there(client, full):
-                raise
-            # Behind an NFS server the answer to a link can be lost and the request repeated, which then finds the
-            # name taken: as in a local folder, the count of names of our own file is the truth.
-            if not await self._linked(client, full, staged, data):
-                raise AlreadyExistsError(full) from None
-        finally:
-            with contextlib.suppress(ssh.SFTPError):
-                await client.remove(staged)
-
-    async def _linked(self, client: Any, full: str, staged: str, data: bytes) -> bool:
-        found = await client.lstat(full)
-        if found.size != len(data):
-            return False
-        async with client.open(full, "rb", encoding=None) as file:
-            if await file.read(len(data) + 1, 0) != data:
-                return False
-        name = posixpath.basename(staged)
-        for entry in await client.readdir(posixpath.dirname(full)):
-            if entry.filename == name:
-                # SFTP has no field for it, but a line as of `ls -l`: mode, names, owner, ...
-                words = str(entry.longname or "").split()
-                return len(words) > 1 and words[1].isdecimal() and int(words[1]) > 1
-        return False
-
-    def _create_open(self, full: str, data: bytes) -> None:
-        """By an exclusive open, then filled. Who has opened it owns the name, whatever becomes of the connection."""
-
-        async def claim(client: Any) -> None:
-            await self._parent(client, full)
-            if await _there(client, full):
-                raise AlreadyExistsError(full)
-            try:
-                file = await client.open(full, "xb", encoding=None)
-            except (client_errors().SFTPFailure, client_errors().SFTPFileAlreadyExists):
-                if await _there(client, full):
-                    raise AlreadyExistsError(full) from None
-                raise
-            await file.close()
-
-        self.session.run(claim)
-        for left in reversed(range(FILL_TRIES)):
-            try:
-                self.session.run(lambda client: _write(client, full, "r+b", data))
-                return
-            except OSError as error:
-                if error.errno != errno.ECONNRESET or not left:
-                    raise OSError(
-                        errno.EIO,
-                        f"it was created, and could not be filled ({error.strerror}): it must be removed by hand",
-                    ) from None
-                time.sleep(0.2)
+        with self.open_writer(path) as writer:
+            writer.write(data)
 
     def open_writer(self, path: str, **_: Any) -> Writer:
         """A file that is written in blocks, and has its name when it is whole."""
-        return Writer(self, self._full(path, writing=True))
-
-    async def _parent(self, client: Any, full: str) -> None:
-        """Make the folder of a file that is to be written."""
-        parent = posixpath.dirname(full)
-        try:
-            await self._inside(client, parent)
-            if stat.S_ISDIR((await client.lstat(parent)).permissions or 0) or parent == self.root:
-                return
-        except client_errors().SFTPNoSuchFile:
-            pass
-        await self._make(client, parent)
-        await self._inside(client, parent)
-
-    async def _make(self, client: Any, folder: str) -> None:
-        ssh = client_errors()
-        try:
-            await client.mkdir(folder)
-        except ssh.SFTPNoSuchFile:
-            above = posixpath.dirname(folder)
-            if above == folder:
-                raise
-            await self._make(client, above)
-            await self._make(client, folder)
-        except (ssh.SFTPFailure, ssh.SFTPFileAlreadyExists):  # another made it, or a file is in its place
-            if not await client.isdir(folder):
-                raise OSError(errno.ENOTDIR, "a file is where a folder should be") from None
+        return Writer(self, self.full(path, writing=True))
 
     # -- removing
 
     def delete(self, paths: str | Sequence[str]) -> None:
         """Remove files, or links themselves; what is not there is no error."""
-        wanted = [self._full(path) for path in ([paths] if isinstance(paths, str) else paths)]
+        wanted = [self.full(path) for path in ([paths] if isinstance(paths, str) else paths)]
         for at in range(0, len(wanted), AT_ONCE):
             self.session.run(partial(self._remove_all, wanted[at : at + AT_ONCE]))
 
@@ -359,9 +249,9 @@ class Sftp:
 
     async def _remove(self, client: Any, full: str) -> None:
         try:
-            await self._inside(client, posixpath.dirname(full))
+            await self.inside(client, posixpath.dirname(full))
             await client.remove(full)
-        except (client_errors().SFTPNoSuchFile, _Linked):
+        except (client_errors().SFTPNoSuchFile, Linked):
             pass
 
     def remove_tree(self, prefix: str) -> None:
@@ -369,11 +259,11 @@ class Sftp:
 
         :raises OSError: ``ELOOP`` where a link is in its place.
         """
-        full = self._full(prefix)
+        full = self.full(prefix)
 
         async def links(client: Any) -> None:
             try:
-                await self._inside(client, full)
+                await self.inside(client, full)
             except client_errors().SFTPNoSuchFile:
                 pass
 
@@ -385,127 +275,9 @@ class Sftp:
         self.delete([f"{prefix}/{name}" for name, _ in entries if name not in folders])
         self.session.run(lambda client: _rmdir(client, full))
 
-    # -- paths
-
-    def _full(self, path: str, *, writing: bool = False) -> str:
-        parts = path.split("/") if path else []
-        if any(part in ("", ".", "..") or "\0" in part for part in parts):
-            if writing:
-                raise OSError(errno.EINVAL, "no path below the store")
-            raise FileNotFoundError(errno.ENOENT, "no path below the store")
-        return "/".join([self.root, *parts])
-
-    def _staged(self, full: str) -> str:
-        return f"{posixpath.dirname(full)}/{HIDDEN}{secrets.token_hex(8)}"
-
-    async def _inside(self, client: Any, full: str) -> None:
-        """Make sure that no link leads to it. Raises _Linked, or SFTPNoSuchFile."""
-        root, real = await asyncio.gather(client.realpath(self.root), client.realpath(full))
-        if real != root + full[len(self.root) :]:
-            raise _Linked(errno.ELOOP, "a symbolic link is in the path")
-
-    async def _file(self, client: Any, full: str) -> Any:
-        """The attributes of a regular file.
-
-        :raises FileNotFoundError: it is none, or a link leads to it.
-        """
-        try:
-            _, found = await asyncio.gather(self._inside(client, full), client.lstat(full))
-        except (client_errors().SFTPNoSuchFile, _Linked):
-            raise FileNotFoundError(errno.ENOENT, "no such file", full) from None
-        if not stat.S_ISREG(found.permissions or 0):
-            raise FileNotFoundError(errno.ENOENT, "no regular file", full)
-        return found
-
-
-class Writer:
-    """Of a file that is replaced when the last block is written; as a context."""
-
-    def __init__(self, store: Sftp, full: str) -> None:
-        self.store, self.full, self.staged = store, full, store._staged(full)
-        self._client: Any = None
-        self._file: Any = None
-        self._at = 0
-
-    def __enter__(self) -> Writer:
-        async def begin(client: Any) -> tuple[Any, Any]:
-            await self.store._parent(client, self.full)
-            return client, await client.open(self.staged, "xb", encoding=None)
-
-        self._client, self._file = self.store.session.run(begin)
-        return self
-
-    def write(self, block: bytes) -> None:
-        for at in range(0, len(block), PIECE):
-            piece = block[at : at + PIECE]
-            self._run(partial(_write_at, self._file, piece, self._at))
-            self._at += len(piece)
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        try:
-            if kind is None:
-                self._run(self._finish)
-        except OSError:
-            self._discard()
-            raise
-        if kind is not None:
-            self._discard()
-
-    async def _finish(self, client: Any) -> None:
-        await _flush(self._file)
-        await self._file.close()
-        ssh = client_errors()
-        try:
-            await client.posix_rename(self.staged, self.full)
-        except ssh.SFTPOpUnsupported:
-            with contextlib.suppress(ssh.SFTPNoSuchFile):
-                await client.remove(self.full)
-            await client.rename(self.staged, self.full)
-
-    def _discard(self) -> None:
-        with contextlib.suppress(OSError):
-            self.store.session.run(lambda client: client.remove(self.staged))
-
-    def _run(self, work: Callable[[Any], Awaitable[T]]) -> T:
-        return self.store.session.run(work, self._client)
-
-
-class _Linked(OSError):
-    """A symbolic link is where none may be."""
-
-
-def client_errors() -> Any:
-    """The asyncssh module: an optional one, so it is loaded with the first store that needs it."""
-    import asyncssh
-
-    return asyncssh
-
 
 async def _read_at(file: Any, size: int, at: int, _: Any) -> bytes:
     return bytes(await file.read(size, at))
-
-
-async def _write_at(file: Any, data: bytes, at: int, _: Any) -> None:
-    await file.write(data, at)
-
-
-async def _there(client: Any, full: str) -> bool:
-    try:
-        await client.lstat(full)
-    except client_errors().SFTPNoSuchFile:
-        return False
-    return True
-
-
-async def _write(client: Any, full: str, mode: str, data: bytes) -> None:
-    async with client.open(full, mode, encoding=None) as file:
-        await file.write(data, 0)
-        await _flush(file)
-
-
-async def _flush(file: Any) -> None:
-    with contextlib.suppress(client_errors().SFTPOpUnsupported):
-        await file.fsync()
 
 
 async def _rmdir(client: Any, full: str) -> None:

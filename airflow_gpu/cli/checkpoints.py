@@ -123,7 +123,7 @@ def copy(
 ) -> int:
     """Copy one to another store, verified; what is there already is not sent again.
 
-    TO is the address of a store (s3://, gs://, az://, file:// or a folder), or the id
+    TO is the address of a store (s3://, gs://, az://, sftp://, file:// or a folder), or the id
     of a connection: the channel of that target. The path below it is the same.
     """
     from airflow_gpu.cli.checkpointed import Choice, copy_checkpoint

@@ -220,11 +220,7 @@ async def _skew(store: Store) -> float | None:
 
 
 async def _modified(store: Store, path: str) -> float:
-    import obstore
-
-    return await store.ask(
-        lambda reader: float(obstore.head(reader, path)["last_modified"].timestamp()), path
-    )
+    return await store.ask(lambda reader: float(reader.head(path)["last_modified"].timestamp()), path)
 
 
 def _off(found: float, before: float, after: float) -> float:

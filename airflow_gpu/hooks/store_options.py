@@ -26,6 +26,7 @@ from datetime import timedelta
 from typing import Any, Final
 from urllib.parse import urlsplit
 
+from airflow_gpu.rundir.sftp import sftp_options
 from airflow_gpu.rundir.store import StoreError
 
 PUBLIC: Final = frozenset(
@@ -84,6 +85,8 @@ def store_options(conn: Any) -> dict[str, Any]:
     :raises StoreError: a field asks for what obstore cannot do, or cannot be understood. Names the field, no value.
     """
     kind = conn.conn_type or ""
+    if kind in ("ssh", "sftp"):
+        return sftp_options(conn)
     extra = _fields(kind, dict(conn.extra_dejson or {}))
     for name in _REFUSED.get(kind, ()):
         if extra.get(name):

@@ -33,11 +33,15 @@ SETTING: Final = "[gpu] store_conn_ids"
 EXAMPLE: Final = '{"s3://gangs": "aws_gangs", "gs://": "google_cloud_default"}'
 
 _SCHEMES: Final = ("s3", "gs", "az", "abfs", "abfss")
+_NAMED: Final = (*_SCHEMES, "sftp")
+"""Of these a connection may be named."""
+
 
 _AMBIENT: Final = {
     "s3": ("aws", "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
     "gs": ("google_cloud_platform", "GOOGLE_APPLICATION_CREDENTIALS"),
     "az": ("wasb", "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"),
+    "sftp": ("ssh", "a key that ssh finds (~/.ssh, or an agent) and the host in its known_hosts"),
 }
 """For each scheme: the type of connection, and the variables, that would do."""
 
@@ -67,10 +71,11 @@ def conn_ids(text: str | None) -> dict[str, str]:
         )
     for prefix, conn_id in given.items():
         scheme, mark, rest = prefix.partition("://")
-        if scheme not in _SCHEMES or not mark or any(sign in rest for sign in "?#@"):
+        user = scheme == "sftp" and ":" not in rest.partition("@")[0]  # a password would be before the @
+        if scheme not in _NAMED or not mark or any(sign in rest for sign in ("?#" if user else "?#@")):
             raise ValueError(
-                f"{SETTING}: {prefix!r} is no prefix of an object store's URI; known are "
-                f"{', '.join(f'{known}://' for known in _SCHEMES)}, as in {EXAMPLE}"
+                f"{SETTING}: {prefix!r} is no prefix of a store's URI; known are "
+                f"{', '.join(f'{known}://' for known in _NAMED)}, as in {EXAMPLE}"
             )
         if conn_id is not None and not isinstance(conn_id, str):
             raise ValueError(f"{SETTING}: the connection of {prefix!r} must be the id of one")
@@ -100,11 +105,18 @@ def is_object_store(uri: str) -> bool:
     return uri.partition("://")[0] in _SCHEMES and "://" in uri
 
 
+def _named(uri: str) -> bool:
+    return uri.partition("://")[0] in _NAMED and "://" in uri
+
+
 def _segments(uri: str) -> tuple[str, ...]:
-    """Scheme, bucket and folders. ``abfs`` is another word for ``az``."""
+    """Scheme, bucket (or host) and folders. ``abfs`` is another word for ``az``."""
     scheme, _, rest = uri.partition("://")
     scheme = "az" if scheme.startswith("abfs") else scheme
-    return (scheme, *[name for name in rest.split("/") if name])
+    names = [name for name in rest.split("/") if name]
+    if scheme == "sftp" and names:
+        names[0] = names[0].rpartition("@")[2].partition(":")[0]  # whoever logs in there, at whatever port
+    return (scheme, *names)
 
 
 class Credentials:
@@ -116,14 +128,12 @@ class Credentials:
 
     def __init__(self, given: Mapping[str, str], find: Callable[[str], Awaitable[Any]]) -> None:
         self._exact = dict(given)
-        self._given = [
-            (_segments(prefix), conn_id) for prefix, conn_id in given.items() if is_object_store(prefix)
-        ]
+        self._given = [(_segments(prefix), conn_id) for prefix, conn_id in given.items() if _named(prefix)]
         self._find = find
 
     def conn_id(self, uri: str) -> str:
         """The connection for a URI; empty where the credentials of the environment count."""
-        if not is_object_store(uri):
+        if not _named(uri):
             return self._exact.get(uri, "")
         mine = _segments(uri)
         fitting = [(len(prefix), conn_id) for prefix, conn_id in self._given if mine[: len(prefix)] == prefix]
@@ -140,7 +150,7 @@ class Credentials:
         try:
             conn = await self._find(conn_id)
         except NoSuchConnection:
-            kind = f" with the type {advised(uri)[0]!r}" if is_object_store(uri) else ""
+            kind = f" with the type {advised(uri)[0]!r}" if _named(uri) else ""
             raise NoConnection(
                 f"{uri}: there is no connection {conn_id!r}, which {SETTING} or [gpu] state_conn_id names. Create it "
                 f"in Airflow{kind}, or set AIRFLOW_CONN_{conn_id.upper()}"
@@ -172,7 +182,7 @@ class Credentials:
 
     def advice(self, uri: str) -> str:
         """What to do when the store at a URI does not let us in; empty for a folder."""
-        if not is_object_store(uri):
+        if not _named(uri):
             return ""
         kind, variables = advised(uri)
         conn_id = self.conn_id(uri)

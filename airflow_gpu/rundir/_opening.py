@@ -9,12 +9,17 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urlsplit
 
+import obstore
 from obstore import exceptions as obstore_errors
 from obstore.store import MemoryStore, from_url
+
+from airflow_gpu.rundir import _ssh
+from airflow_gpu.rundir.sftp import Sftp, open_sftp
 
 OBJECT_SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
 """Schemes of object stores, each raced in `tests/rundir/test_store.py` against a server of its kind."""
@@ -24,7 +29,7 @@ _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 # Client errors that another try can cure; every other 4xx is final.
 _RETRIED_STATUS = frozenset({408, 409, 425, 429})
-_RETRIED_ERRNO = frozenset({errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT})
+_RETRIED_ERRNO = frozenset({errno.EAGAIN, errno.EINTR, errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET})
 
 # Options of the HTTP client, which obstore takes apart from those of the store.
 _CLIENT_OPTIONS = frozenset(
@@ -64,7 +69,8 @@ def parse(uri: str) -> tuple[str, Path | None]:
     if uri.startswith("/"):
         uri = "file://" + quote(uri)
     parts = urlsplit(uri)
-    known = "file:///folder, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, abfs://..."
+    known = "file:///folder, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, abfs://..., "
+    known += "sftp://user@host/folder"
     if parts.password is not None or parts.query or parts.fragment:
         raise ValueError("a store URI has no password, query or fragment; credentials are options")
     if parts.scheme == "memory":
@@ -75,6 +81,8 @@ def parse(uri: str) -> tuple[str, Path | None]:
             raise ValueError(f"{uri!r}: a local store is file:///folder, an absolute path below /")
         folder = Path("/", *folder.parts[1:])  # normpath keeps a leading "//"
         return "file://" + quote(str(folder)), folder
+    if parts.scheme == "sftp":
+        return _sftp(uri, parts), None
     if parts.scheme not in OBJECT_SCHEMES:
         raise ValueError(f"unknown scheme {parts.scheme!r} of a store; known are {known}")
     if not parts.netloc:
@@ -83,12 +91,28 @@ def parse(uri: str) -> tuple[str, Path | None]:
     return f"{parts.scheme}://{parts.netloc}" + (f"/{prefix}" if prefix else ""), None
 
 
+def _sftp(uri: str, parts: SplitResult) -> str:
+    path = parts.path.rstrip("/")
+    if not (parts.hostname and path):
+        raise ValueError(f"{uri!r}: a store behind SSH is sftp://user@host:22/folder, a path below /")
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    user = f"{parts.username}@" if parts.username else ""
+    return f"sftp://{user}{host}" + (f":{parts.port}" if parts.port not in (None, 22) else "") + path
+
+
 def open_store(uri: str, options: dict[str, Any]) -> Any:
-    """The obstore store of a URI that is not a local folder.
+    """The obstore store of a URI that is not a local folder, or what stands for one behind SSH.
 
     :raises ValueError: the options cannot be used; the message may hold their values.
     """
     scheme = urlsplit(uri).scheme
+    if scheme == "sftp":
+        try:
+            return open_sftp(uri, options)
+        except ImportError:
+            raise ValueError(f"{uri}: {_ssh.MISSING}") from None
+        except ValueError as error:
+            raise ValueError(f"{uri}: {first_line(error)}") from None
     if scheme == "memory":
         if options:
             raise ValueError(f"{uri}: memory takes no options, not {sorted(options)}")
@@ -118,6 +142,28 @@ def open_store(uri: str, options: dict[str, Any]) -> Any:
         if type(error).__name__ != "PanicException":  # obstore panics on options it half knows
             raise
         raise ValueError(f"{uri}: obstore cannot use these options: {sorted({*options, *client})}") from None
+
+
+def secrets_of(uri: str, options: Mapping[str, Any]) -> list[str]:
+    """The option values that could be recognised in a message; `true` or a port number are no secrets."""
+    known = options if not uri.startswith("sftp:") else {k: options[k] for k in _ssh.SECRET & options.keys()}
+    return [v for v in map(str, known.values()) if len(v) >= 6 and not v.startswith(("http:", "https:"))]
+
+
+def open_writer(store: Any, path: str, *, part: int) -> Any:
+    """A large file as a context with ``write(block)``; sent in parts of so many bytes."""
+    if isinstance(store, Sftp):
+        return store.open_writer(path)
+    return obstore.open_writer(store, path, buffer_size=part, max_concurrency=2)
+
+
+def remove_all(store: Any, prefix: str) -> None:
+    """Remove everything below a folder, page by page."""
+    if isinstance(store, Sftp):  # which has folders, and links
+        store.remove_tree(prefix)
+        return
+    for batch in store.list(prefix, chunk_size=1000):
+        store.delete([meta["path"] for meta in batch])
 
 
 def first_line(error: BaseException) -> str:

@@ -28,12 +28,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import obstore
 from obstore import exceptions as obstore_errors
 
 from airflow_gpu.rundir import beneath
 from airflow_gpu.rundir._folder import HIDDEN
-from airflow_gpu.rundir._opening import passing
+from airflow_gpu.rundir._opening import open_writer, passing, remove_all
 from airflow_gpu.rundir.store import Store, StoreError
 
 BLOCK = 8 << 20
@@ -95,17 +94,18 @@ class Contents:
             found = await self._ask(lambda _: _walk(root, below), below)
             return Listing(sorted(found[0]), sorted(found[1]))
 
-        def once(store: Any) -> list[Stored]:
-            prefix = self._path(below)
-            return [
+        def once(store: Any) -> tuple[list[Stored], Iterable[str]]:
+            pages = store.list(self._path(below), chunk_size=1000)
+            files = [
                 Stored(meta["path"][len(self.folder) + 1 :], meta["size"], meta["last_modified"].timestamp())
-                for batch in obstore.list(store, prefix, chunk_size=1000)
+                for batch in pages
                 for meta in batch
                 if not meta["path"].rpartition("/")[2].startswith(HIDDEN)
             ]
+            return files, (path[len(self.folder) + 1 :] for path in getattr(pages, "folders", ()))
 
-        files = sorted(await self._ask(once, below))
-        return Listing(files, sorted({above for file in files for above in _above(file.path)}))
+        files, folders = await self._ask(once, below)
+        return Listing(sorted(files), sorted({a for file in files for a in _above(file.path)}.union(folders)))
 
     async def read(self, path: str, limit: int, start: int = 0) -> bytes | None:
         """Up to ``limit`` bytes from ``start``; None when there is no such file."""
@@ -124,14 +124,14 @@ class Contents:
                 raise
         try:
             full = self._path(path)
-            return bytes(obstore.get(store, full, options={"range": (start, start + limit)}).bytes())
+            return bytes(store.get(full, options={"range": (start, start + limit)}).bytes())
         except FileNotFoundError:
             return None
         except obstore_errors.GenericError as error:
             # Each store words a range beyond the end, or in an empty file, in its own way.
             if passing(error):
                 raise
-            if obstore.head(store, self._path(path))["size"] <= start:
+            if store.head(self._path(path))["size"] <= start:
                 return b""
             raise
 
@@ -175,7 +175,7 @@ class Contents:
                 if self._root is not None:
                     beneath.write(self._root, path, [data], replace=False)
                 else:
-                    obstore.put(store, self._path(path), data, mode="create", use_multipart=False)
+                    store.put(self._path(path), data, mode="create", use_multipart=False)
             except (FileExistsError, obstore_errors.AlreadyExistsError):
                 return False
             return True
@@ -189,13 +189,11 @@ class Contents:
             if self._root is not None:
                 beneath.write(self._root, path, blocks(), replace=True)
             elif size <= BLOCK:
-                obstore.put(store, self._path(path), b"".join(blocks()), use_multipart=False)
+                store.put(self._path(path), b"".join(blocks()), use_multipart=False)
             else:
                 # Not put() with an iterator: it asks for blocks in its own runtime, where no other store can be read.
                 part = max(BLOCK, -(-size // PARTS))
-                with obstore.open_writer(
-                    store, self._path(path), buffer_size=part, max_concurrency=2
-                ) as writer:
+                with open_writer(store, self._path(path), part=part) as writer:
                     for block in blocks():
                         writer.write(block)
 
@@ -221,7 +219,7 @@ class Contents:
                 if self._root is not None:
                     beneath.remove(self._root, path)
                 else:
-                    obstore.delete(store, self._path(path))
+                    store.delete(self._path(path))
             except OSError as error:
                 if error.errno not in _NOT_THERE and not isinstance(error, FileNotFoundError):
                     raise
@@ -239,8 +237,7 @@ class Contents:
                     if error.errno not in _NOT_THERE:
                         raise
                 return
-            for batch in obstore.list(store, self._path(path), chunk_size=1000):
-                obstore.delete(store, [meta["path"] for meta in batch])
+            remove_all(store, self._path(path))
 
         await self._ask(once, path)
 

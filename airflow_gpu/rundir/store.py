@@ -1,4 +1,4 @@
-"""Create-only files in one folder of a local file system, S3, Google Cloud Storage or Azure Blob.
+"""Create-only files in one folder: of a local file system, behind SSH, on S3, Google Cloud Storage or Azure Blob.
 
 **Purpose.** Everything that decides what becomes of a gang is a file that can be created once and is
 never changed (`docs/run-directory.md`). This module is the one place that knows how each store does
@@ -9,7 +9,8 @@ that, so that everything above it can say `create` and believe the answer.
 `x-goog-if-generation-match: 0` on Google Cloud Storage. On a local folder `create` writes a hidden
 `.tmp-*` file, flushes it to the disk and hard-links it to its name: the same steps as the runtime
 inside the job, with which it shares the files. obstore does not flush, and an empty journal entry after
-a power cut would be worse than none.
+a power cut would be worse than none. A folder behind SSH is written by the same steps
+(:mod:`airflow_gpu.rundir.sftp`, which also says what an unusual server costs).
 
 **Limits.**
 
@@ -49,7 +50,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
-import obstore
 from obstore import exceptions as obstore_errors
 from obstore.store import LocalStore
 from tenacity import (
@@ -62,7 +62,7 @@ from tenacity import (
 
 from airflow_gpu.rundir import _folder
 from airflow_gpu.rundir._folder import HIDDEN
-from airflow_gpu.rundir._opening import first_line, open_store, parse, passing
+from airflow_gpu.rundir._opening import first_line, open_store, parse, passing, remove_all, secrets_of
 from airflow_gpu.rundir._options import Asked
 
 if TYPE_CHECKING:
@@ -125,9 +125,12 @@ class Store:
 
     :param uri: `file:///folder` or `/folder`; `s3://bucket/prefix`; `gs://bucket/prefix`;
         `az://container/prefix` or `abfs://container/prefix` with the option `account_name`;
+        `sftp://user@host:22/folder`, with the extra `airflow-gpu[sftp]`;
         `memory://name`, shared within one process, for tests.
     :param options: Credentials, endpoint and HTTP client options by obstore's names (`access_key_id`,
         `endpoint`, `allow_http`, ...). What is absent is read from the environment, as obstore does.
+        Of sftp: `username`, `password`, `key_file`, `private_key`, `private_key_passphrase`, `host_key`,
+        `known_hosts` (a file), `no_host_key_check`, `ssh_config` (a file), `timeout`; what is absent is as `ssh` has it.
         They appear in no error and no repr. Or an async callable that answers them, asked when the store
         is first used and again after five minutes; while it fails, the older ones serve.
     :raises StoreError: for a URI or options that cannot be used. Nothing is contacted yet.
@@ -171,7 +174,7 @@ class Store:
                 raise StoreError(f"{self.uri}: a local folder takes no options, not {sorted(options)}")
             return
         # The older secrets too: what was begun with them may still fail.
-        self._secrets = list(dict.fromkeys([*_values(options), *self._secrets]))[:SECRETS_KNOWN]
+        self._secrets = list(dict.fromkeys([*secrets_of(self.uri, options), *self._secrets]))[:SECRETS_KNOWN]
         try:
             self._cached = open_store(self.uri, options)
         except ValueError as error:
@@ -220,7 +223,7 @@ class Store:
                 self._create_local(self.folder / path, path, data)
                 return
             try:
-                obstore.put(self._reader(), path, data, mode="create", use_multipart=False)
+                self._reader().put(path, data, mode="create", use_multipart=False)
             except obstore_errors.AlreadyExistsError:
                 # S3 also answers 409 when two requests collide and neither has taken effect yet,
                 # which obstore reports just the same: so look.
@@ -232,7 +235,7 @@ class Store:
                     raise Exists(f"{self.uri}: {path} exists") from None
             except FileNotFoundError:
                 raise self._no_bucket() from None
-            except obstore_errors.BaseError as error:
+            except (obstore_errors.BaseError, OSError) as error:
                 uncertain = uncertain or passing(error)
                 raise
 
@@ -252,7 +255,7 @@ class Store:
                 _folder.replace(self.folder / path, data)
                 return
             try:
-                obstore.put(self._reader(), path, data, use_multipart=False)
+                self._reader().put(path, data, use_multipart=False)
             except FileNotFoundError:
                 raise self._no_bucket() from None
 
@@ -277,7 +280,7 @@ class Store:
 
         def once() -> bool:
             try:
-                obstore.head(self._reader(), path)
+                self._reader().head(path)
             except FileNotFoundError:
                 return False
             return True
@@ -293,7 +296,7 @@ class Store:
 
         def once() -> list[str]:
             try:
-                found = obstore.list_with_delimiter(self._reader(), prefix or None)
+                found = self._reader().list_with_delimiter(prefix or None)
             except FileNotFoundError:
                 if self.folder is None:
                     raise self._no_bucket() from None
@@ -314,7 +317,7 @@ class Store:
 
         def once() -> list[Entry]:
             try:
-                found = obstore.list(self._reader(), prefix or None, offset=after or None).collect()
+                found = self._reader().list(prefix or None, offset=after or None).collect()
             except FileNotFoundError:
                 if self.folder is None:
                     raise self._no_bucket() from None
@@ -333,7 +336,7 @@ class Store:
 
         def once() -> None:
             try:
-                obstore.delete(self._reader(), path)
+                self._reader().delete(path)
             except FileNotFoundError:
                 pass
 
@@ -350,9 +353,7 @@ class Store:
             if self.folder is not None:
                 _folder.remove_tree(self.folder / prefix)
                 return
-            found = obstore.list(self._reader(), prefix).collect()
-            if paths := [meta["path"] for meta in found]:
-                obstore.delete(self._reader(), paths)
+            remove_all(self._reader(), prefix)
 
         await self._retry(once, prefix)
 
@@ -400,19 +401,19 @@ class Store:
         try:
             store = self._reader()
             if limit == 0:
-                obstore.head(store, path)
+                store.head(path)
                 return b""
             if start == 0 and limit is None:
-                return bytes(obstore.get(store, path).bytes())
+                return bytes(store.get(path).bytes())
             if limit is None:
-                return bytes(obstore.get(store, path, options={"range": {"offset": start}}).bytes())
-            return bytes(obstore.get(store, path, options={"range": (start, start + limit)}).bytes())
+                return bytes(store.get(path, options={"range": {"offset": start}}).bytes())
+            return bytes(store.get(path, options={"range": (start, start + limit)}).bytes())
         except FileNotFoundError:
             raise Missing(f"{self.uri}: no {path}") from None
         except obstore_errors.GenericError as error:
             # Each store words "beyond the end" in its own way; the size is the same everywhere.
             if (start or limit is not None) and not passing(error):
-                size = obstore.head(store, path)["size"]
+                size = store.head(path)["size"]
                 if start >= size:
                     return b""
             raise
@@ -490,11 +491,6 @@ def _check(path: str, *, writing: bool = False, folder: bool = False) -> None:
 def _shown(path: str) -> bool:
     name = path.rpartition("/")[2]
     return not (name.startswith(HIDDEN) or _STAGED.search(name))
-
-
-def _values(options: Mapping[str, Any]) -> list[str]:
-    """The option values that could be recognised in a message; `true` or a port number are no secrets."""
-    return [v for v in map(str, options.values()) if len(v) >= 6 and not v.startswith(("http:", "https:"))]
 
 
 _pool: ThreadPoolExecutor | None = None

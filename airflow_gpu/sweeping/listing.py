@@ -7,7 +7,7 @@ newest was written, so that only what has moved lately is read.
 How: an object store is listed flat, 1000 names a request. Where journals and
 channels share a store, folders of checkpoints and logs are jumped over as soon
 as a page shows nothing else. A local folder is walked, and only where journals
-can be.
+can be; so is a folder behind SSH, with ``AT_ONCE`` questions under way.
 
 Limits: times are the store's own and serve to leave out what is old. What is
 left out here and lives all the same is found by its target.
@@ -20,17 +20,19 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
-
-import obstore
 
 from airflow_gpu.gang.identity import segment
 from airflow_gpu.rundir.store import Store
 
 PAGE = 1000
 """Names in one answer of an object store."""
+
+AT_ONCE = 16
+"""Folders behind SSH that are asked for at once."""
 
 _ENTRY = re.compile(r"^(\d{6,})\.json$")
 _JOURNAL = re.compile(r"^(v1/[^/]+/[^/]+/[^/]+/[^/]+/[^/]+/[^/]+)/(journal/(\d{6,})\.json|run\.json)$")
@@ -64,6 +66,8 @@ async def run_dirs(store: Store, installation: str) -> dict[str, RunDir]:
     if parts.scheme == "file":
         root = Path(unquote(parts.path))
         return await asyncio.to_thread(lambda: {run.path: run for run in _walk(root, prefix)})
+    if parts.scheme == "sftp":
+        return await _beneath(store, prefix)
     return await store.ask(lambda reader: _flat(reader, prefix, ordered(store.uri)), prefix)
 
 
@@ -77,7 +81,7 @@ def _flat(reader: Any, prefix: str, jumping: bool) -> dict[str, RunDir]:
     offset: str | None = None
     while True:
         jump = None
-        for page in obstore.list(reader, prefix, offset=offset, chunk_size=PAGE):
+        for page in reader.list(prefix, offset=offset, chunk_size=PAGE):
             useful = False
             for meta in page:
                 match = _JOURNAL.match(meta["path"])
@@ -105,6 +109,39 @@ def _note(found: dict[str, RunDir], path: str, entry: int, at: float) -> None:
     before = found.get(path)
     if before is None or entry >= before.entries:
         found[path] = RunDir(path, entry, at)
+
+
+async def _beneath(store: Store, prefix: str) -> dict[str, RunDir]:
+    """As ``_walk``, by questions to a server."""
+    turns = asyncio.Semaphore(AT_ONCE)
+
+    async def names(path: str) -> list[str]:
+        async with turns:
+            return [f"{path}/{name}" for name in await store.names(path)]
+
+    level = [prefix]
+    for _ in range(5):
+        level = [path for found in await asyncio.gather(*map(names, level)) for path in found]
+
+    async def one(path: str) -> RunDir | None:
+        entries = [_ENTRY.match(name.rpartition("/")[2]) for name in await names(f"{path}/journal")]
+        newest = max((int(match[1]) for match in entries if match), default=0)
+        for name in (f"{path}/journal/{newest:06d}.json", f"{path}/run.json"):
+            async with turns:
+                at = await store.ask(partial(_modified, name), name)
+            if at is not None:
+                return RunDir(path, newest, at)
+        return None
+
+    kept = [path for path in level if not path.endswith("/incarnations")]
+    return {run.path: run for run in await asyncio.gather(*map(one, kept)) if run is not None}
+
+
+def _modified(path: str, reader: Any) -> float | None:
+    try:
+        return float(reader.head(path)["last_modified"].timestamp())
+    except FileNotFoundError:
+        return None
 
 
 def _walk(root: Path, prefix: str) -> Iterator[RunDir]:

@@ -20,6 +20,7 @@ from airflow_gpu.rundir.store import Store
 from airflow_gpu.runtime.checkpoint import save_name
 from airflow_gpu.runtime.manifest import Entry, Manifest
 from tests.beds.stores.servers import SERVERS, Server, Unavailable
+from tests.beds.stores.sshd import sshd
 from tests.plugin.rundirs import DECISION, Made
 
 FILES = {"rank-0.bin": b"zero" * 1000, "deep/er/rank 1, ü.bin": b"one" * 999, "empty": b""}
@@ -115,10 +116,22 @@ def bucket(s3: Server) -> Store:
     return Store(f"{s3.uri}/{secrets.token_hex(6)}", s3.options)
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(scope="session")
+def ssh() -> Iterator[Server]:
+    try:
+        with sshd() as server:
+            yield server
+    except Unavailable as reason:
+        pytest.skip(f"sftp IS NOT PROVED HERE: {reason}")
+
+
+@pytest.fixture(params=["folder", "s3", "sftp"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "folder":
         return Store(str(tmp_path / "channel"))
+    if request.param == "sftp":
+        server = request.getfixturevalue("ssh")
+        return Store(f"{server.uri}/{secrets.token_hex(6)}", server.options)
     made: Store = request.getfixturevalue("bucket")
     return made
 

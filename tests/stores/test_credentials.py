@@ -83,7 +83,7 @@ def test_the_state_store_has_its_own_connection() -> None:
     [
         ("s3://b=aws", "must be a JSON object"),
         ('["s3://b"]', "must be a JSON object"),
-        ('{"bucket": "aws"}', "'bucket' is no prefix of an object store's URI"),
+        ('{"bucket": "aws"}', "'bucket' is no prefix of a store's URI"),
         ('{"file:///x": "aws"}', "known are s3://, gs://, az://"),
         ('{"s3://b?x=1": "aws"}', "is no prefix"),
         ('{"s3://b": 3}', "must be the id of one"),
@@ -251,3 +251,16 @@ def test_advice(uri: str, says: tuple[str, ...]) -> None:
         assert words in known({}).advice(uri)
     assert "'named'" in known({uri: "named"}).advice(uri)
     assert known({}).advice("/folder") == ""
+
+
+def test_hosts_behind_ssh() -> None:
+    """Whoever logs in there, and at whatever port; a password has no place in a setting."""
+    given = conn_ids(
+        '{"sftp://login.cluster/shared": "ssh_shared", "sftp://airflow@login.cluster": "ssh_cluster"}'
+    )
+    known = Credentials(given, None)  # type: ignore[arg-type]
+    assert known.conn_id("sftp://me@login.cluster:2222/shared/gangs") == "ssh_shared"
+    assert known.conn_id("sftp://login.cluster/home/gangs") == "ssh_cluster"
+    assert known.conn_id("sftp://other.cluster/shared/gangs") == ""
+    with pytest.raises(ValueError, match="no prefix"):
+        conn_ids('{"sftp://me:secret@host/x": "ssh"}')

@@ -142,6 +142,7 @@ class Platform:
         self.jobs: list[JobTruth] = []
         self.away: Callable[[], bool] = lambda: False
         self.free: Callable[[], int | None] = lambda: None
+        self.others: Callable[[str], Disk] = lambda path: channel  # the files of any channel, by its path
         self._tasks: set[asyncio.Task[None]] = set()
         channel.on_create = self._created
 
@@ -275,7 +276,7 @@ class Platform:
         """One start of the ranks; answers what the platform will call its end."""
         self._show(job, State.RUNNING)
         try:
-            claimed = claim(self.channel, job.path, job.job.attempt, job.id, job.restart)
+            claimed = claim(self.channel, job.path, job.job.attempt, job.id, job.restart, self.others)
         except NotClaimed:
             self.truth.note(job.incarnation, job.job.attempt, "left")
             return State.FAILED

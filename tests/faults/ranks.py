@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal
 from unittest import mock
 
@@ -24,7 +24,6 @@ from airflow_gpu.runtime import claim as rules
 from airflow_gpu.runtime.claim import AlreadyDone, Claim, Entry, NotClaimed
 from airflow_gpu.runtime.files import Exists, Missing
 from airflow_gpu.runtime.job import Job, Node
-from airflow_gpu.runtime.manifest import Manifest
 from tests.faults.disk import Disk
 
 __all__ = ["AlreadyDone", "NotClaimed", "Records", "claim"]
@@ -39,11 +38,19 @@ class RunFiles:
     def __init__(self, disk: Disk, root: str) -> None:
         self.disk, self.root = disk, root
 
+    shared = False  # what lies there is read through this class, not through a file system
+
     def path(self, name: str) -> str:
         return f"{self.root}/{name}"
 
     def folder(self, name: str) -> str:
         return self.path(name)
+
+    def exists(self, name: str) -> bool:
+        return self.path(name) in self.disk.files
+
+    def remove(self, name: str) -> None:
+        self.disk.delete(self.path(name))
 
     def create(self, name: str, data: bytes, *, private: bool = False) -> None:
         try:
@@ -64,55 +71,19 @@ class RunFiles:
         return self.disk.names(self.path(folder))
 
 
-def _complete(
-    channel: Any, life: int, report: Callable[[str], None]
-) -> list[checkpoint.Found]:  # instead of one that wants a folder of a file system
-    root = checkpoint.life_folder(life)
-    found = []
-    for name in channel.names(root):
-        if "manifest.json" in channel.names(f"{root}/{name}"):
-            step = int(json.loads(channel.read(f"{root}/{name}/manifest.json"))["step"])
-            manifest = Manifest(life, step, NODES, ())
-            found.append(checkpoint.Found(life, step, name, channel.path(f"{root}/{name}"), manifest))
-    return sorted(found, key=lambda item: item.step, reverse=True)
-
-
-def _choose(
-    channel: Any,
-    ancestors: Sequence[checkpoint.Ancestor],
-    report: Callable[[str], None],
-    seconds: float,
-    limit: int | None = None,
-) -> checkpoint.Start | None:
-    for item in checkpoint.candidates(channel, ancestors, report, limit):
-        return checkpoint.Start(item.life, item.step, item.name, item.path, True)
-    return None
-
-
 def _utc(clock: Callable[[], float]) -> Callable[[], str]:
     return lambda: iso(clock())
 
 
-def patches(clock: Callable[[], float], disks: Callable[[str], Disk]) -> list[Any]:
-    """What of the runtime looks at files of a file system or at the time of day.
-
-    :param disks: the files below a channel, by its path as jobs see it.
-    """
-
-    def elsewhere(path: str) -> RunFiles:
-        _, name, root = path.split("/", 2)
-        return RunFiles(disks(f"/{name}"), root)
-
-    return [
-        mock.patch.object(rules, "Folder", new=elsewhere),
-        mock.patch.object(checkpoint, "complete", _complete),
-        mock.patch.object(rules, "choose", _choose),
-        mock.patch.object(rules, "utc", new=_utc(clock)),
-    ]
+def patches(clock: Callable[[], float]) -> list[Any]:
+    """What of the runtime looks at the time of day."""
+    return [mock.patch.object(rules, "utc", new=_utc(clock))]
 
 
-def claim(disk: Disk, root: str, attempt: int, job_id: str, restart: int) -> Claim:
-    """Node 0 of a start claims its life.
+def claim(
+    disk: Disk, root: str, attempt: int, job_id: str, restart: int, others: Callable[[str], Disk]
+) -> Claim:
+    """Node 0 of a start claims its life. ``others``: the files of another channel, by its path as jobs see it.
 
     :raises NotClaimed: a fence, a twin, a newer attempt: it must leave.
     :raises AlreadyDone: the work is done.
@@ -120,7 +91,12 @@ def claim(disk: Disk, root: str, attempt: int, job_id: str, restart: int) -> Cla
     folder = f"{root}/payload/{attempt:04d}"
     job = Job.of(json.loads(disk.files[f"{folder}/job.json"]), folder)
     node = Node(rank=0, job_id=job_id, restart=restart, address="127.0.0.1", host="node-0")
-    return rules.claim(RunFiles(disk, root), job, node, "127.0.0.1:1", lambda line: None)  # type: ignore[arg-type]
+    seed: Any = None
+    if job.seed is not None:
+        _, name, below = job.seed.channel.split("/", 2)
+        seed = RunFiles(others(f"/{name}"), below)
+    channel: Any = RunFiles(disk, root)
+    return rules.claim(channel, job, node, "127.0.0.1:1", lambda line: None, seed)
 
 
 class Records:

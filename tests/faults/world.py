@@ -126,6 +126,7 @@ class _Bench:
             channel.away = self._during(scenario.store_away)
             platform = Platform(loop, channel, self.truth, scenario.fates, atomic=scenario.atomic)
             platform.free = functools.partial(scenario.free, name, loop.time)
+            platform.others = self.disk
             self.platforms[name] = platform
         self.platforms[scenario.targets[0]].away = self._during(scenario.target_away)
         self.gang = _gang(scenario)
@@ -238,7 +239,7 @@ class _Bench:
         numbers = itertools.count(1)
         with ExitStack() as stack:
             for patch in (
-                *ranks.patches(self.loop.clock, self.disk),
+                *ranks.patches(self.loop.clock),
                 mock.patch.object(airflow_gpu.placing, "time", clock),
                 mock.patch.object(looking, "run_dirs", self.run_dirs),
                 mock.patch.object(airflow_gpu.hooks.world, "airflow_world", self.world),

@@ -103,10 +103,16 @@ class Life:
         self.agents[node].send_signal(number)
 
     def end(self) -> None:
-        for agent in self.agents:
+        for node, agent in enumerate(self.agents):
             if agent.poll() is None:
+                try:
+                    below = self.agent(node)
+                except (OSError, ValueError):
+                    below = 0
                 agent.kill()
                 agent.wait()
+                if below and alive(below):
+                    os.kill(below, signal.SIGCONT)  # one that a test had stopped would stand there for ever
 
 
 class Bed:

@@ -166,7 +166,8 @@ class Member:
     # -- decisions ---------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Is a save due at this step? Raises GangError after ``DUE_SECONDS`` without an answer."""
+        """Is a save due at this step? Raises GangError after ``DUE_SECONDS`` without an answer, Leave after a notice
+        that nobody can save for."""
         self.cooperative = True
         if self._decider is not None:
             due, news = self._decider.ask(step, time.monotonic(), self.notice)
@@ -182,6 +183,12 @@ class Member:
         until = time.monotonic() + DUE_SECONDS
         with self._news:
             while not self._follower.knows(step):
+                if self._leaderless and self.notice:
+                    # Rank 0 had not asked yet when the notice came, and has left at once: nobody will save any more.
+                    say(
+                        "leaving without a save: rank 0 left at the notice, before its first question whether to save"
+                    )
+                    raise Leave(EXIT_PREEMPTED)
                 if self._leaderless:
                     raise GangError(
                         f"rank {self.identity.rank} asks whether to save at step {step}, but rank 0 has left the gang: "

@@ -230,6 +230,28 @@ def test_a_program_that_never_asks_leaves_at_once(bed: Bed) -> None:
     assert "cleaned up" in bed.log(0)
 
 
+def test_a_notice_before_rank_0_has_asked(bed: Bed) -> None:
+    """Rank 0 leaves at once; the others, which wait for its decision, are no failure of the program."""
+    job = bed.payload(
+        script="""
+        import os, time
+        from airflow_gpu.runtime import gang
+        with gang() as g:
+            open(f"there-{g.rank}", "w").close()
+            if g.rank == 0:
+                time.sleep(1000)
+            g.checkpoint.due(1)
+        """
+    )
+    life = bed.start(job)
+    eventually(lambda: len(list(bed.folder.glob("there-*"))) == 4)
+    time.sleep(0.2)  # so that they wait for rank 0; sooner is no less right
+    life.signal(NOTICE)
+    assert life.wait() == [75, 75], life.log()
+    assert bed.codes() == [75] * 4
+    assert not (bed.channel / "lives/0001/failure.json").exists()
+
+
 def test_signal_to_a_rank_is_a_notice_for_all(bed: Bed) -> None:
     # Slurm signals every process of a step, not only the agents.
     script = train(100_000).replace("start =", "open(f'pid-{rank}', 'w').write(str(os.getpid())); start =")

@@ -27,7 +27,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -37,7 +37,7 @@ from airflow_gpu.rundir.channel import Channel
 from airflow_gpu.rundir.contents import Contents, Stored
 from airflow_gpu.rundir.journal import Journal
 from airflow_gpu.rundir.store import Store, StoreError
-from airflow_gpu.runtime.checkpoint import save_name, saving_mark, step_in
+from airflow_gpu.runtime.checkpoint import DOOMED, Ancestor, is_doomed, save_name, saving_mark, step_in
 from airflow_gpu.runtime.manifest import BAD, COMPLETE, MANIFEST, MOST_BYTES, BadManifest, Manifest
 
 ROOT = "checkpoints"
@@ -77,6 +77,7 @@ class Checkpoint:
     size: int = 0
     at: float = 0.0
     trouble: str = ""
+    doomed: tuple[str, ...] = ()  # marks of lives that were about to remove it
     saving: bool = False  # the handle began to save it, and has not committed it
     on_chain: bool = False  # a next life could start from it
     next: bool = False  # a next life would start from it
@@ -165,13 +166,19 @@ class Checkpoints:
         for uri, channel in self.channels().items():
             try:
                 lives[uri] = [life for life in await channel.lives() if not life.fence]
-                found += await self._on(uri)
+                found += await self._on(uri, lives[uri])
             except StoreError as error:
                 troubles[uri] = str(error)
         return _judged(run, lives, found, troubles, stamp)
 
-    async def _on(self, uri: str) -> list[Checkpoint]:
+    async def _on(self, uri: str, lives: Sequence[Life]) -> list[Checkpoint]:
         listing = await self.contents(uri).walk()
+        claimed = [
+            Ancestor(one.number, one.start.life, one.start.step)
+            if one.start is not None and not one.seeded
+            else Ancestor(one.number)
+            for one in lives
+        ]
         folders: dict[tuple[int, str], list[Stored]] = defaultdict(list)
         marks = {file.path for file in listing.files if file.path.count("/") == 1}
         for path in listing.folders:
@@ -187,6 +194,12 @@ class Checkpoints:
         for (number, name), files in sorted(folders.items()):
             saving = f"{number:04d}/{saving_mark(name)}" in marks
             one = await self._one(uri, number, name, files)
+            beside = [mark[5:] for mark in marks if mark.startswith(f"{number:04d}/")]
+            doomed = tuple(mark for mark in beside if mark.startswith(f".{name}{DOOMED}"))
+            if one is not None and doomed:
+                one = replace(one, doomed=doomed)
+                if one.what is What.COMPLETE and is_doomed(beside, name, number, one.step or 0, claimed):
+                    one = replace(one, what=What.UNFINISHED)  # somebody has begun to remove it
             if one is not None:
                 made.append(replace(one, saving=saving and one.what is What.UNFINISHED))
         return made

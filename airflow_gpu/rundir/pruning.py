@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 
 from airflow_gpu.rundir.checkpoints import Checkpoint, Checkpoints, Survey, What
 from airflow_gpu.rundir.verifying import verify
-from airflow_gpu.runtime.checkpoint import doomed_mark, saving_mark
+from airflow_gpu.runtime.checkpoint import saving_mark
 from airflow_gpu.runtime.manifest import MANIFEST
 from airflow_gpu.runtime.pruning import is_kept
 
@@ -190,5 +190,5 @@ async def _remove(checkpoints: Checkpoints, one: Checkpoint) -> None:
     # The manifest first: half of a checkpoint must not look like one.
     await contents.remove(f"{one.folder}/{MANIFEST}")
     await contents.remove_tree(one.folder)
-    for mark in (saving_mark(one.name), doomed_mark(one.name)):
+    for mark in (saving_mark(one.name), *one.doomed):
         await contents.remove(f"{one.life:04d}/{mark}")

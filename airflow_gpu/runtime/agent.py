@@ -30,7 +30,7 @@ from airflow_gpu.runtime.hands import Hands
 from airflow_gpu.runtime.head import Head
 from airflow_gpu.runtime.inbox import Inbox
 from airflow_gpu.runtime.job import Job, Node, Unusable
-from airflow_gpu.runtime.objects import NoClient, is_uri
+from airflow_gpu.runtime.objects import Away, NoClient, is_uri
 from airflow_gpu.runtime.opening import Scratch, open_channel, take_credentials
 from airflow_gpu.runtime.ranks import Processes, Rank
 from airflow_gpu.runtime.records import create_surely, failure_record, node_record
@@ -88,7 +88,7 @@ class Agent:
         self.recorded = False
         self.unwritten = False  # the channel did not take this node's record
         self.lost: Optional[str] = None
-        self.succeeded = False  # the whole gang
+        self.succeeded = self.failed = False  # the whole gang
         self.environment: Dict[str, str] = {}
         self._guard = guard
         self._tools = ""
@@ -115,7 +115,8 @@ class Agent:
             self.log(str(error))
             self.code = EXIT_USAGE
         except OSError as error:
-            self.log(f"the channel cannot be reached: {error}")
+            what = "the channel cannot be reached" if isinstance(error, Away) else "this node's files fail"
+            self.log(f"{what}: {error}")
             self.code = EXIT_NOT_WHOLE
         except AlreadyDone as error:
             self.log(str(error))
@@ -159,7 +160,13 @@ class Agent:
         if self.node.rank == 0:
             sock = listen(self.node.address)
             address = control_address(sock, self.node.address)
-            self.claim = claim(self.channel, self.job, self.node, address, self.log, self.seed)
+            claimed = self.inbox.beside(
+                lambda over: claim(self.channel, self.job, self.node, address, self.log, self.seed, over)
+            )
+            if claimed is None:
+                self.log("a notice came before a life was claimed")
+                return False
+            self.claim = claimed
             start = self.claim.start
             self.log(
                 f"life {self.claim.life} is claimed, "
@@ -169,7 +176,7 @@ class Agent:
             head = Head(self.channel, self.job, self.node, self.claim, self.server, self.log)
             self.server.start(self.claim.token, head, head.begin)
         else:
-            found = await_life(self.channel, self.job, self.node, until, self.inbox.interrupted)
+            found = self._await_life(until)
             if found is None:
                 self.log("a notice came before node 0 had claimed a life")
                 return False
@@ -185,6 +192,11 @@ class Agent:
             return False
         self.link.start()
         return True
+
+    def _await_life(self, until: float, after: int = 0) -> Optional[Claim]:
+        return self.inbox.beside(
+            lambda over: await_life(self.channel, self.job, self.node, until, over, after=after)
+        )
 
     def _hello(self) -> Message:
         assert self.claim is not None
@@ -218,9 +230,7 @@ class Agent:
                 if counted or self.inbox.interrupted() or time.monotonic() >= until:
                     raise
                 self.log(f"life {self.claim.life} does not take this node: {error}; awaiting a newer one")
-            found = await_life(
-                self.channel, self.job, self.node, until, self.inbox.interrupted, after=self.claim.life
-            )
+            found = self._await_life(until, after=self.claim.life)
             if found is None:
                 return False
             self.claim = found
@@ -228,7 +238,10 @@ class Agent:
 
     def _left(self, what: str) -> bool:
         """The life that this node wants to join has a notice.json or failure.json."""
-        return hasattr(self, "claim") and f"{what}.json" in self.channel.names(life_root(self.claim.life))
+        try:
+            return hasattr(self, "claim") and f"{what}.json" in self.channel.names(life_root(self.claim.life))
+        except OSError:
+            return False  # nobody can tell
 
     # -- the main loop ------------------------------------------------------------------------------
 
@@ -416,6 +429,7 @@ class Agent:
         # A node whose ranks all ended well has done its part, whatever became of the others.
         self.code = 0 if self._all_good() else code
         self.succeeded = m["kind"] == "ended" and code == 0
+        self.failed = m["kind"] == "failed"
         if self.code == 0 and self.unwritten:
             self.code = EXIT_FAILED  # nobody could tell that it went well
         self.log(f"life {self.claim.life} is over ({m['kind']}); this node ends with {self.code}")
@@ -440,7 +454,7 @@ class Agent:
             self.server.call(self.server.stop)
             self.server.join(FLUSH_SECONDS + 1.0)
         if hasattr(self, "hands"):
-            self.hands.close(self.succeeded)
+            self.hands.close(self.succeeded, self.claim.life if self.failed else 0)
         self.scratch.remove()
         if self._tools:
             shutil.rmtree(self._tools, ignore_errors=True)

@@ -40,7 +40,7 @@ VERIFY_SECONDS = 60.0
 SAVING = ".saving"
 """``.<name>.saving`` beside a checkpoint: the handle began to save it. Gone once it is committed."""
 
-DOOMED = ".doomed"
+DOOMED = ".doomed-"
 PIN = ".pin-"
 
 _DIGITS = re.compile(r"\d+")
@@ -62,9 +62,21 @@ def saving_mark(name: str) -> str:
     return f".{name}{SAVING}"
 
 
-def doomed_mark(name: str) -> str:
-    """Beside a checkpoint that is about to be removed: no life may choose it any more."""
-    return f".{name}{DOOMED}"
+def doomed_mark(name: str, life: int) -> str:
+    """Beside a checkpoint that life ``life`` is about to remove: nobody may choose it any more."""
+    return f".{name}{DOOMED}{life:04d}"
+
+
+def doomed_by(names: Sequence[str], name: str) -> List[int]:
+    """Lives that are about to remove the checkpoint ``name``, by the ``names`` beside it."""
+    marks = [mark[len(name) + 1 + len(DOOMED) :] for mark in names if mark.startswith(f".{name}{DOOMED}")]
+    return [int(digits) for digits in marks if digits.isdigit()]
+
+
+def is_doomed(names: Sequence[str], name: str, life: int, step: int, lives: Sequence[Ancestor]) -> bool:
+    """Whether somebody may be removing it. Not what a newer life has been claimed from: to that one removers yield."""
+    takers = [one.life for one in lives if (one.start_life, one.start_step) == (life, step)]
+    return any(not any(taker > by for taker in takers) for by in doomed_by(names, name))
 
 
 def pin_mark(name: str, life: int) -> str:
@@ -118,18 +130,21 @@ class Ancestor:
     start_step: Optional[int] = None
 
 
-def complete(channel: Channel, life: int, report: Report) -> List[Found]:
-    """Checkpoints of a life that have a manifest, the furthest first. Their files are not looked at."""
-    return complete_in(channel, life_folder(life), life, report)
+def complete(channel: Channel, life: int, report: Report, lives: Sequence[Ancestor] = ()) -> List[Found]:
+    """Checkpoints of a life that have a manifest, the furthest first. Their files are not looked at.
+
+    ``lives``: those that are there, by which :func:`is_doomed` goes.
+    """
+    return complete_in(channel, life_folder(life), life, report, lives)
 
 
-def complete_in(channel: Channel, root: str, life: int, report: Report) -> List[Found]:
+def complete_in(
+    channel: Channel, root: str, life: int, report: Report, lives: Sequence[Ancestor] = ()
+) -> List[Found]:
     """The same for any folder below the channel."""
     found: List[Found] = []
     names = channel.names(root)
     for name in names:
-        if doomed_mark(name) in names:
-            continue  # half of it may be gone at any moment
         where = f"{root}/{name}"
         path = channel.path(where)
         if os.path.islink(path):  # a program's "latest"
@@ -138,6 +153,8 @@ def complete_in(channel: Channel, root: str, life: int, report: Report) -> List[
             manifest = manifest_of(channel, where)
             if manifest is None:
                 continue
+            if is_doomed(names, name, life, manifest.step, lives):
+                continue  # half of it may be gone at any moment
             if channel.exists(f"{where}/{BAD}"):
                 report(f"checkpoint {where} is passed over: a rank found it damaged ({BAD})")
                 continue
@@ -172,7 +189,7 @@ def candidates(
     by_number = {ancestor.life: ancestor for ancestor in ancestors}
     life = ancestors[-1].life if ancestors else None
     while life is not None:
-        for checkpoint in complete(channel, life, report):
+        for checkpoint in complete(channel, life, report, ancestors):
             if limit is None or checkpoint.step <= limit:
                 yield checkpoint
         ancestor = by_number.get(life)
@@ -251,6 +268,11 @@ def step_in(name: str) -> Optional[int]:
     return int(digits[-1]) if digits else None
 
 
+def in_order(name: str) -> Tuple[int, str]:
+    """To sort names of checkpoints by: the step counts, however many digits it has."""
+    return step_in(name) or 0, name
+
+
 def unfinished(here: Folder, life: int) -> List[str]:
     """Folders below a life's checkpoints that a program wrote and that have no manifest yet, the furthest last.
 
@@ -269,7 +291,7 @@ def unfinished(here: Folder, life: int) -> List[str]:
             and not os.path.exists(os.path.join(path, MANIFEST))
         ):
             found.append(name)
-    return sorted(found, key=lambda name: (step_in(name) or 0, name))
+    return sorted(found, key=in_order)
 
 
 def declared(here: Folder, life: int) -> List[str]:

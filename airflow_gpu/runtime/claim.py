@@ -14,7 +14,7 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass, replace
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from airflow_gpu.runtime.checkpoint import VERIFY_SECONDS, Ancestor, Start, choose, life_folder
 from airflow_gpu.runtime.files import Channel, Exists, Missing, Torn, read_json, to_json
@@ -25,6 +25,9 @@ from airflow_gpu.runtime.words import VERSION, parse_utc, utc
 
 LOOK_AGAIN = 0.25
 """Seconds between a node's looks for the life that node 0 claims."""
+
+AT_A_STORE = 6
+"""So many times less often where each look is a request that costs money."""
 
 VERIFY_SHARE = 0.25
 """Of the barrier's time-out: what a claim may spend on hashing at most, since the other nodes wait meanwhile."""
@@ -95,13 +98,19 @@ def token_name(life: int) -> str:
     return f"{life_root(life)}/token"
 
 
-def entries(channel: Channel) -> List[Entry]:
-    """All entries in order. Raises NotClaimed when one cannot be read."""
+def entries(channel: Channel, known: Optional[Dict[int, Entry]] = None) -> List[Entry]:
+    """All entries in order. Raises NotClaimed when one cannot be read.
+
+    ``known``: what was read before, which stays as it is; added to.
+    """
     found = []
+    known = {} if known is None else known
     for number in taken(channel):
         name = f"{LIVES}/{number:04d}.json"
         try:
-            found.append(_entry(number, read_json(channel, name)))
+            if number not in known:
+                known[number] = _entry(number, read_json(channel, name))
+            found.append(known[number])
         except (Torn, Missing, KeyError, TypeError, ValueError):
             raise NotClaimed(f"{name} cannot be read; it may be a fence") from None
     return found
@@ -199,10 +208,11 @@ def claim(
     control: str,
     report: Callable[[str], None],
     seed: Optional[Channel] = None,
+    interrupted: Callable[[], bool] = lambda: False,
 ) -> Claim:
     """Claim the next life for node 0, whose control channel listens at ``control`` (``host:port``).
 
-    ``seed``: the channel of the job's seed, where it has one.
+    ``seed``: the channel of the job's seed, where it has one; ``interrupted``: nothing is to be claimed any more.
 
     Raises AlreadyDone, NotClaimed, OSError.
     """
@@ -236,8 +246,10 @@ def claim(
             "from": start.to_dict() if start else None,
             "control": control,
         }
+        if interrupted():
+            raise NotClaimed("a notice came before a life was claimed")
         pinned = start if start is not None and not start.seed else None
-        if pinned is not None and not pin(channel, number, pinned):
+        if pinned is not None and not pin(channel, number, pinned, ancestors):
             report(f"checkpoint {pinned.folder} is just being removed; choosing again")
             chosen_for = None
             continue
@@ -292,6 +304,19 @@ def superseded(channel: Channel, life: int, attempt: int) -> Optional[Tuple[int,
     return None
 
 
+def since_begun(channel: Channel, earlier: Sequence[int]) -> List[int]:
+    """Of these lives, in order, the newest whose ranks have begun, and those after it. Raises OSError."""
+    found: List[int] = []
+    for life in reversed(earlier):
+        found.append(life)
+        root = life_root(life)
+        if channel.exists(f"{root}/local.json") or channel.exists(f"{root}/progress.json"):
+            break
+        if channel.names(f"{root}/nodes"):
+            break
+    return found
+
+
 def planted(there: Channel, seed: Seed, report: Callable[[str], None], seconds: float) -> Start:
     """The checkpoint of another channel, opened as ``there``, to begin from.
 
@@ -335,8 +360,10 @@ def await_life(
     ``until``: of ``time.monotonic``; ``after``: only a life with a higher number will do. Answers None when ``interrupted`` says so.
     Raises NoLife when it takes longer, AlreadyDone or NotClaimed when this start must leave.
     """
+    known: Dict[int, Entry] = {}
+    pause = LOOK_AGAIN if channel.shared else LOOK_AGAIN * AT_A_STORE
     while not interrupted():
-        found = entries(channel)
+        found = entries(channel, known)
         mine = [
             entry
             for entry in found
@@ -357,5 +384,5 @@ def await_life(
                 pass  # node 0 writes it right after the life
         if time.monotonic() >= until:
             raise NoLife(f"node 0 claimed no life for restart {node.restart} of job {node.job_id}")
-        time.sleep(LOOK_AGAIN)
+        time.sleep(pause)
     return None

@@ -6,7 +6,7 @@ further along its chain than the newest checkpoint of the channel, every node ha
 its part, and every byte is what was saved; else from the channel.
 
 :class:`Levels` (node 0) says which saves go where. :class:`Copies` (each agent)
-keeps the node's part: ``<local>/gang-<run>/node-<rank>/<life>/<name>/``, with a
+keeps the node's part: ``<local>/airflow-gpu-<run>/node-<rank>/<life>/<name>/``, with a
 manifest of that part which is written last.
 
 Limits: the same nodes must come back, under the same ranks. A copy is not
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import stat
 import time
@@ -26,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
-from airflow_gpu.runtime.checkpoint import Start
+from airflow_gpu.runtime.checkpoint import Start, in_order
 from airflow_gpu.runtime.files import Folder, to_json
 from airflow_gpu.runtime.interval import interval as best_interval
 from airflow_gpu.runtime.manifest import (
@@ -41,9 +42,19 @@ from airflow_gpu.runtime.manifest import (
     sizes_differ,
 )
 
-PREFIX = "gang-"
+PREFIX = "airflow-gpu-"
+MARK = ".copies"
+"""In the folder of a run: that it is one, and when it was last in use."""
+
+ADOPTED = "from-"
+"""How the name of a copy begins that a life has started from."""
+
+_RUN = re.compile(PREFIX + "[0-9a-f]{16}")
 
 FORGOTTEN = 7 * 86400.0
+
+SOON = 0.25
+"""Of the interval: how long after a failed save to the channel the next one is tried."""
 
 SMOOTHING = 0.2
 """Weight of the newest save in the mean cost of one that goes to the channel."""
@@ -57,6 +68,7 @@ class Levels:
 
     def __init__(self, interval: Optional[float], mtbf: Optional[float], now: float) -> None:
         self.interval = interval
+        self.off = False  # the nodes' copies are of no use to this program
         self._mtbf = mtbf
         self._cost: Optional[float] = None
         self._at = now
@@ -64,6 +76,11 @@ class Levels:
     def to_channel(self, now: float) -> bool:
         """Whether a save that begins now goes there."""
         return self.interval is not None and now - self._at >= self.interval
+
+    def failed(self, now: float) -> None:
+        """One that went there came to nothing: copies are made meanwhile, and it is tried again soon."""
+        if self.interval is not None:
+            self._at = now - self.interval * (1 - SOON)
 
     def saved(self, begun: float, now: float) -> None:
         """Such a save is complete."""
@@ -83,6 +100,7 @@ class Copy:
     name: str
     step: int
     world_size: int
+    shape: str = ""  # nodes x ranks of each
 
     def to_dict(self) -> Dict[str, Any]:
         return {
@@ -91,6 +109,7 @@ class Copy:
             "name": self.name,
             "step": self.step,
             "world_size": self.world_size,
+            "shape": self.shape,
         }
 
     @classmethod
@@ -101,17 +120,19 @@ class Copy:
             str(body["name"]),
             int(body["step"]),
             int(body["world_size"]),
+            str(body.get("shape", "")),
         )
 
 
 def common(
-    held: Sequence[Iterable[Copy]], ancestors: Sequence[int], start: Optional[Start], world_size: int
+    held: Sequence[Iterable[Copy]], lives: Iterable[int], start: Optional[Start], shape: str
 ) -> List[Copy]:
     """Checkpoints of which every node has its part, and that are further on the chain than ``start``; furthest first.
 
-    ``held``: by node. A copy that some node already keeps below a life of the
-    chain was chosen by that life, whichever had saved it.
+    ``held``: by node. ``lives``: below which copies count: the newest life whose ranks have begun, and those after it.
+    ``shape``: of this gang; another one would find its ranks' files on other nodes.
     """
+    allowed = set(lives)
     parts: Dict[Tuple[int, int], List[Copy]] = {}
     for copies in held:
         newest: Dict[Tuple[int, int], Copy] = {}
@@ -125,9 +146,9 @@ def common(
     found = []
     for copies in parts.values():
         copy = max(copies, key=lambda one: one.folder)
-        whole = len(copies) == len(held) and all(one.world_size == world_size for one in copies)
+        whole = len(copies) == len(held) and all(one.shape == shape for one in copies)
         further = copy.folder >= least[0] and copy.step > least[1]
-        if whole and further and copy.folder in ancestors:
+        if whole and further and copy.folder in allowed:
             found.append(copy)
     return sorted(found, key=lambda one: (one.folder, one.step), reverse=True)
 
@@ -135,7 +156,7 @@ def common(
 class Copies:
     """One node's copies of one run. ``channel`` tells runs apart. Raises OSError where the folder cannot be made."""
 
-    def __init__(self, local: str, channel: str, node: int) -> None:
+    def __init__(self, local: str, channel: str, node: int, shape: str) -> None:
         run = hashlib.sha256(channel.encode()).hexdigest()[:16]
         self._run = os.path.join(local, f"{PREFIX}{run}")
         os.makedirs(local, exist_ok=True)
@@ -143,7 +164,8 @@ class Copies:
         _own(self._run)
         self._here = Folder(os.path.join(self._run, f"node-{node:04d}"))
         self._here.folder("")
-        self._node = node
+        self._shape = shape
+        self._touch()
 
     @property
     def root(self) -> str:
@@ -160,20 +182,26 @@ class Copies:
             for name in self._here.names(life) if life.isdigit() else ():
                 manifest = self._manifest(life, name)
                 if manifest is not None:
-                    found.append(Copy(int(life), manifest.life, name, manifest.step, manifest.world_size))
-        return found
+                    about = manifest.life, name, manifest.step, manifest.world_size, manifest.writer
+                    found.append(Copy(int(life), *about))
+        return sorted(found, key=lambda one: (one.folder, one.step), reverse=True)
 
-    def keep(self, life: int, name: str, step: int, world_size: int) -> int:
-        """This node's part has been written: hash it, and write its manifest. Answers its bytes. Raises OSError."""
+    def keep(self, life: int, name: str, step: int, world_size: int) -> Tuple[int, int]:
+        """This node's part has been written: hash it, and write its manifest. Answers its files and bytes.
+
+        A part without files gets no manifest. Raises OSError.
+        """
         folder = self._here.path(f"{life:04d}/{name}")
         names = listing(folder)
+        if not names:
+            return 0, 0
         with ThreadPoolExecutor(max(1, min(HASH_THREADS, len(names), os.cpu_count() or 1))) as pool:
             found = list(pool.map(lambda one: hash_file(os.path.join(folder, *one.split("/"))), names))
         entries = tuple(Entry(one, size, digest) for one, (size, digest) in zip(names, found))
-        manifest = Manifest(life, step, world_size, entries)
+        manifest = Manifest(life, step, world_size, entries, writer=self._shape)
         self._here.replace(f"{life:04d}/{name}/{MANIFEST}", to_json(manifest.to_dict()))
-        os.utime(self._run)
-        return sum(entry.size for entry in entries)
+        self._touch()
+        return len(entries), sum(entry.size for entry in entries)
 
     def kept(self, life: int, name: str) -> None:
         """A checkpoint of this name is complete, here or on the channel: what is older is of no use."""
@@ -181,9 +209,19 @@ class Copies:
             if other.isdigit() and int(other) < life:
                 self._here.remove_tree(other)
         for older in self._here.names(f"{life:04d}"):
-            if older < name:
-                self._here.remove(f"{life:04d}/{older}/{MANIFEST}")
-                self._here.remove_tree(f"{life:04d}/{older}")
+            if in_order(older) < in_order(name):
+                self.undo(life, older)
+
+    def undo(self, life: int, name: str) -> None:
+        """Some other node has not got its part of it."""
+        self._here.remove(f"{life:04d}/{name}/{MANIFEST}")
+        self._here.remove_tree(f"{life:04d}/{name}")
+
+    def distrust(self, life: int) -> None:
+        """This life has failed: what it started from is not offered again, unless it has got further by itself."""
+        for name in self._here.names(f"{life:04d}"):
+            if name.startswith(ADOPTED):
+                self.undo(life, name)
 
     def wrong(self, copy: Copy) -> Optional[str]:
         """What is wrong with this node's part, in words; None: nothing."""
@@ -201,7 +239,9 @@ class Copies:
         mine = self._mine(copy)
         if mine is None:
             raise FileNotFoundError(f"no copy of step {copy.step}")
-        there = self._here.path(f"{life:04d}/{mine.name}")
+        # Not where this life would save the same step.
+        name = mine.name if mine.name.startswith(ADOPTED) else f"{ADOPTED}{mine.name}"
+        there = self._here.path(f"{life:04d}/{name}")
         if mine.folder != life:
             self.path(life)
             os.rename(self._here.path(f"{mine.folder:04d}/{mine.name}"), there)
@@ -209,11 +249,13 @@ class Copies:
 
     def forget(self) -> None:
         """The run has succeeded."""
-        shutil.rmtree(self._here.root, ignore_errors=True)
-        try:
-            os.rmdir(self._run)
-        except OSError:
-            pass  # another node's, on the same machine
+        shutil.rmtree(
+            self._run, ignore_errors=True
+        )  # of other nodes too: on one machine, or when ranks have moved
+
+    def _touch(self) -> None:
+        with open(os.path.join(self._run, MARK), "wb"):
+            pass
 
     def _mine(self, copy: Copy) -> Optional[Copy]:
         same = [one for one in self.held() if (one.life, one.step) == (copy.life, copy.step)]
@@ -244,12 +286,8 @@ def _sweep(local: str) -> None:
     for name in os.listdir(local):
         path = os.path.join(local, name)
         try:
-            found = os.lstat(path)
+            found = os.lstat(os.path.join(path, MARK))
         except OSError:
             continue
-        if (
-            name.startswith(PREFIX)
-            and found.st_uid == os.getuid()
-            and time.time() - found.st_mtime > FORGOTTEN
-        ):
+        if _RUN.fullmatch(name) and found.st_uid == os.getuid() and time.time() - found.st_mtime > FORGOTTEN:
             shutil.rmtree(path, ignore_errors=True)

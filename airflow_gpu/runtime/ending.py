@@ -227,7 +227,10 @@ class Ending:
         await self._wait(lambda: all(n in state.done or n in state.lost for n in state.agents if n != 0))
         await self._tasks.written()
         # Node 0's record is the last piece of evidence: what success promises is there before it.
-        await self._tasks.disk(self._records.finish, self._clean())
+        try:
+            await self._tasks.disk(self._records.finish, self._clean())
+        except Exception as error:  # the life must come to its end
+            self._log(f"what the life leaves could not all be written: {type(error).__name__}: {error}")
         if 0 not in state.lost:
             state.agents[0].send({"t": "finish"})
         await self._wait(lambda: 0 in state.done or 0 in state.lost)

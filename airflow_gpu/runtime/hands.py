@@ -13,6 +13,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Callable, Dict, List, Optional
 
+from airflow_gpu.runtime.checkpoint import in_order
 from airflow_gpu.runtime.copies import Copies, Copy
 from airflow_gpu.runtime.files import Channel
 from airflow_gpu.runtime.job import Job, Node
@@ -23,6 +24,9 @@ from airflow_gpu.runtime.wire import Message
 
 THREADS = 2
 """Jobs of node 0 that are worked on at a time; each uses several threads of its own for the files."""
+
+MOST_HELD = 8
+"""Copies that a node tells of when it joins, the newest: a greeting is a short message."""
 
 
 class Hands:
@@ -40,11 +44,13 @@ class Hands:
         answer: Callable[[Message], None],
         say: Callable[[str], None],
     ) -> None:
+        self._node = node
         self._channel = channel
         self._seed = seed
         self._answer = answer
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="gang-files")
-        self._copies = Copies(job.local, job.channel, node.rank) if job.local else None
+        shape = f"{job.nodes}x{job.ranks_per_node}"
+        self._copies = Copies(job.local, job.channel, node.rank, shape) if job.local else None
         self.logs: Optional[Logs] = None
         self.handlers: Dict[str, Callable[[Message], None]] = {}
         if isinstance(channel, Objects):
@@ -62,7 +68,7 @@ class Hands:
             # This node's copy, and those of earlier saves beside it that came to nothing.
             root, _, name = str(m["dir"]).rpartition("/")
             for other in store.here.names(root):
-                if other <= name and len(other) == len(name):
+                if in_order(other) <= in_order(name):
                     store.here.remove_tree(f"{root}/{other}")
 
         self._answers("list", lambda m: {"names": listing(store.folder(str(m["dir"])))})
@@ -71,19 +77,24 @@ class Hands:
 
     def _serve_copies(self, copies: Copies) -> None:
         def keep(m: Message) -> Message:
-            return {"bytes": copies.keep(int(m["life"]), str(m["name"]), int(m["step"]), int(m["world"]))}
+            name, step, world = str(m["name"]), int(m["step"]), int(m["world"])
+            files, size = copies.keep(int(m["life"]), name, step, world)
+            return {"files": files, "bytes": size}
 
         self._answers("keep", keep)
         self._answers("check", lambda m: {"wrong": copies.wrong(Copy.of(m))})
         self.handlers["kept"] = lambda m: self._quietly(
             lambda m: copies.kept(int(m["life"]), str(m["name"])), m
         )
+        self.handlers["undo"] = lambda m: self._quietly(
+            lambda m: copies.undo(int(m["life"]), str(m["name"])), m
+        )
 
     # -- what a life starts from -------------------------------------------------------------------------
 
     def held(self) -> List[Dict[str, Any]]:
         """Copies of earlier lives on this node's disk."""
-        return [] if self._copies is None else [copy.to_dict() for copy in self._copies.held()]
+        return [] if self._copies is None else [copy.to_dict() for copy in self._copies.held()[:MOST_HELD]]
 
     def local(self, life: int) -> str:
         """Where ranks write quick copies; empty where there are none."""
@@ -109,18 +120,21 @@ class Hands:
         if channel.shared:
             then(channel.path(where), "")
             return True
+        judge = self._node.rank == 0 and not restore.get("verified")
         threading.Thread(
-            target=lambda: then(*brought(channel, where)), name="gang-restore", daemon=True
+            target=lambda: then(*brought(channel, where, judge)), name="gang-restore", daemon=True
         ).start()
         return False
 
-    def close(self, succeeded: bool) -> None:
-        """The life is over on this node. ``succeeded``: the whole gang has."""
+    def close(self, succeeded: bool, failed: int = 0) -> None:
+        """The life is over on this node. ``succeeded``: the whole gang has; ``failed``: the life, if it has failed."""
         if self.logs is not None:
             self.logs.finish()
         self._pool.shutdown(wait=False)
         if succeeded and self._copies is not None:
             self._copies.forget()
+        if failed and self._copies is not None:
+            self._copies.distrust(failed)
 
     # -- threads ---------------------------------------------------------------------------------------------
 

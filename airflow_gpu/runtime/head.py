@@ -20,7 +20,7 @@ import time
 from typing import Callable, Dict, List, Optional
 
 from airflow_gpu.runtime import manifest
-from airflow_gpu.runtime.claim import Claim, Entry, superseded
+from airflow_gpu.runtime.claim import Claim, Entry, since_begun, superseded
 from airflow_gpu.runtime.control import Peer, Server, free_ports
 from airflow_gpu.runtime.copies import Copy, Levels, common
 from airflow_gpu.runtime.ending import Ending
@@ -65,7 +65,7 @@ class Head:
         self._server = server
         self._log = log
         self._state = state = State(job, claim)
-        self._parts = Parts(self._living)
+        self._parts = Parts(self._living, job.nodes)
         self._records = Records(channel, job, claim, log, None if channel.shared else self._collect)
         self._looking = False  # at the nodes' own copies
         self._tasks = Tasks(server.loop, log)
@@ -106,7 +106,7 @@ class Head:
             "decide": self._on_decide,
             "begin": lambda peer, m: saves.begin(peer.index, save_key(m)),
             "written": lambda peer, m: saves.written(peer.index, save_key(m)),
-            "unsaved": lambda peer, m: saves.give_up(save_key(m), str(m["error"])),
+            "unsaved": lambda peer, m: saves.unsaved(peer.index, save_key(m), str(m["error"])),
             "view": lambda peer, m: saves.viewed(peer.index, save_key(m), m.get("names")),
             "hashed": lambda peer, m: saves.hashed(peer.index, save_key(m), m["files"]),
             "progress": self._on_progress,
@@ -160,7 +160,7 @@ class Head:
         if peer.kind == AGENT and state.agents.get(peer.index) is peer:
             if state.phase == GATHERING:
                 del state.agents[peer.index]  # it may come again until the barrier's time is over
-                self._parts.abort(f"node {peer.index} is gone ({reason})")
+                self._saves.node_gone(peer.index, reason)
             elif state.phase != OVER and peer.index not in state.done and peer.index not in state.lost:
                 self._relay.lost(peer.index)
                 self._parts.abort(f"node {peer.index} is gone ({reason})")
@@ -209,9 +209,10 @@ class Head:
     async def _look_at_copies(self) -> None:
         """Is there a further checkpoint on the nodes' own disks, whole on each of them?"""
         held = [map(Copy.of, peer.hello.get("held") or ()) for peer in self._state.agents.values()]
-        claim, world = self._state.claim, self._job.world_size
+        claim, shape = self._state.claim, f"{self._job.nodes}x{self._job.ranks_per_node}"
         found: Optional[Copy] = None
-        for copy in common(held, claim.earlier, claim.start, world):
+        lives = await self._tasks.disk(since_begun, self._channel, claim.earlier)
+        for copy in common(held, lives, claim.start, shape):
             try:
                 answers = await self._parts.copies({"t": "check", **copy.to_dict()}, HASH_SECONDS)
             except NotCollected as error:
@@ -226,6 +227,9 @@ class Head:
             node, why = sorted(wrong.items())[0]
             self._log(f"the nodes' copies of step {copy.step} are passed over: node {node}: {why}")
         self._looking = False
+        source = None if found is None else {"life": found.life, "step": found.step}
+        body = {"v": VERSION, "life": claim.life, "from": source}
+        await self._tasks.disk(self._records.note, "local.json", body)
         self._start(found)
 
     def _start(self, copy: Optional[Copy]) -> None:
@@ -239,8 +243,6 @@ class Head:
         restore: Optional[Message] = None
         if copy is not None:
             restore = {**copy.to_dict(), "local": True, "verified": True}
-            body = {"v": VERSION, "life": state.claim.life, "from": {"life": copy.life, "step": copy.step}}
-            self._tasks.write(self._records.note, "local.json", body)
             self._log(
                 f"the nodes have copies of step {copy.step} on their own disks: the ranks start from those"
             )

@@ -13,12 +13,17 @@ import queue
 import signal
 import threading
 import time
-from typing import Any, Optional, Tuple
+from typing import Any, Callable, Optional, Tuple, TypeVar
 
 from airflow_gpu.runtime.words import NOTICE_SIGNALS
 
 TELL_SECONDS = 10.0
 """How long a node that got a notice before it has joined still tries to tell node 0."""
+
+LISTEN_SECONDS = 0.2
+"""Between looks for a notice while something else is awaited."""
+
+T = TypeVar("T")
 
 Item = Tuple[str, Any]
 """A kind (``signal``, ``guard``, ``message``, ``lost``, ``ended``, ``brought``) and what belongs to it."""
@@ -65,6 +70,34 @@ class Inbox:
         if self._heard_at is None:
             self._heard_at = time.monotonic()
         return item[0] == "guard" or time.monotonic() - self._heard_at >= TELL_SECONDS
+
+    def beside(self, work: Callable[[Callable[[], bool]], T]) -> Optional[T]:
+        """What ``work`` answers, or raises: in a thread, since a store that hangs must not keep a notice from being heard.
+
+        None when something came that ends the waiting (see :meth:`interrupted`). Then the function that ``work`` is
+        given answers True, and what it still does must count for nothing.
+        """
+        answers: queue.SimpleQueue[Tuple[Optional[T], Optional[BaseException]]] = queue.SimpleQueue()
+        over = threading.Event()
+
+        def run() -> None:
+            try:
+                answers.put((work(over.is_set), None))
+            except BaseException as error:  # for the main thread to deal with
+                answers.put((None, error))
+
+        threading.Thread(target=run, name="gang-join", daemon=True).start()
+        while True:
+            try:
+                answer, error = answers.get(timeout=LISTEN_SECONDS)
+            except queue.Empty:
+                if self.interrupted():
+                    over.set()
+                    return None
+                continue
+            if error is not None:
+                raise error
+            return answer
 
     def _watch(self, descriptor: int) -> None:
         try:

@@ -121,8 +121,11 @@ class Manifest:
             files = tuple(
                 Entry(_safe(f["path"]), _count(f["size"], "size"), _hex(f["sha256"])) for f in body["files"]
             )
-            if len({entry.path for entry in files}) != len(files):
+            paths = {entry.path for entry in files}
+            if len(paths) != len(files):
                 raise ValueError("files: one is listed twice")
+            if any(above in paths or above in _NOT_CONTENT for path in paths for above in _above(path)):
+                raise ValueError("files: one lies below another")
             return cls(
                 life=_count(body["life"], "life"),
                 step=_count(body["step"], "step"),
@@ -158,6 +161,12 @@ def _hex(value: Any) -> str:
     if not isinstance(value, str) or not _DIGEST.fullmatch(value):
         raise ValueError(f"sha256 {str(value)[:_LONGEST_WORD]!r}")
     return value
+
+
+def _above(path: str) -> List[str]:
+    """The folders in which a file lies."""
+    parts = path.split("/")
+    return ["/".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def _safe(path: Any) -> str:

@@ -26,7 +26,8 @@ import os
 import re
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
@@ -51,6 +52,17 @@ COLLIDED_PAUSE = 0.1
 """S3 answers 409 when two creates collide and neither has taken effect: look, and try again."""
 
 COLLISIONS = 100
+
+RETRY = {
+    "max_retries": 100,
+    "retry_timeout": timedelta(seconds=60),
+    "backoff": {
+        "init_backoff": timedelta(seconds=0.1),
+        "max_backoff": timedelta(seconds=5),
+        "base": 2.0,
+    },
+}
+"""A store may be away for a minute before anything fails. Obstore's own ten tries are over after seconds."""
 
 _QUERY = re.compile(r"\?[^\s\"')]*")  # a shared access signature travels there
 _CLIENT = frozenset(
@@ -255,11 +267,17 @@ class Objects:
                     data = self._ask(
                         lambda: self._api.get_range(self._store, name, start=start, length=length)
                     )
-                    os.pwrite(descriptor, memoryview(data), start)
+                    view = memoryview(data)
+                    while view:
+                        written = os.pwrite(descriptor, view, start)
+                        view, start = view[written:], start + written
 
             if size == 0:
                 self._ask(lambda: self._api.head(self._store, name))
-            list(parts.map(part, range(0, size, PART)))
+            under_way = [parts.submit(part, at) for at in range(0, size, PART)]
+            wait(under_way)  # all of them, before the descriptor goes
+            for one in under_way:
+                one.result()
         finally:
             os.close(descriptor)
         if not over():
@@ -271,15 +289,19 @@ class Objects:
         try:
             return once()
         except errors.AlreadyExistsError:
-            raise _Taken from None
+            raise _Taken(f"{self.uri}: a name is taken, or somebody else was writing it") from None
         except FileNotFoundError:
             raise
         except (errors.BaseError, PermissionError) as error:
             said = _QUERY.sub("?...", str(error).split("\n", 1)[0])
-            raise OSError(f"{self.uri}: {said}") from None
+            raise Away(f"{self.uri}: {said}") from None
 
 
-class _Taken(Exception):
+class Away(OSError):
+    """The store did not answer as it should; nothing of this node is to blame."""
+
+
+class _Taken(Away):
     pass
 
 
@@ -289,7 +311,7 @@ def _is(path: str, entry: Entry) -> bool:
         if os.lstat(path).st_size != entry.size:
             return False
         return hash_file(path)[1] == entry.sha256
-    except OSError:
+    except FileNotFoundError:
         return False
 
 
@@ -313,6 +335,6 @@ def _open(uri: str, options: Mapping[str, Any]) -> Tuple[Any, Any]:
     if scheme == "s3":
         config["conditional_put"] = "etag"
     try:
-        return obstore, from_url(uri, config=config, client_options=client)  # type: ignore[call-overload]
+        return obstore, from_url(uri, config=config, client_options=client, retry_config=RETRY)  # type: ignore[call-overload]
     except Exception as error:
         raise OSError(f"{uri}: cannot be opened: {str(error).splitlines()[0]}") from None

@@ -5,7 +5,7 @@ and the node's scratch folder for one on an object store.
 
 Limits: the scratch folder lies below GANG_SCRATCH, else below TMPDIR; it needs
 room for this node's part of a checkpoint, and for the whole of the one that a
-life starts from. What a killed agent has left there is removed by the next
+life starts from, and must be this node's own: locks are not to be had everywhere. What a killed agent has left there is removed by the next
 agent of the same user on that node: a lock that the kernel lets go of tells.
 """
 
@@ -40,9 +40,14 @@ class Scratch:
         if not self._path:
             os.makedirs(self._below, exist_ok=True)
             _sweep(self._below)
-            self._path = tempfile.mkdtemp(prefix=PREFIX, dir=self._below)
-            self._lock = os.open(os.path.join(self._path, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            while not self._path:
+                path = tempfile.mkdtemp(prefix=PREFIX, dir=self._below)
+                lock = os.open(os.path.join(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if os.fstat(lock).st_nlink:
+                    self._path, self._lock = path, lock
+                else:  # another agent took it for a dead one's, before it was locked
+                    os.close(lock)
         path = os.path.join(self._path, name)
         os.makedirs(path, exist_ok=True)
         return path

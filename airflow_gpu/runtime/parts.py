@@ -25,18 +25,18 @@ class NotCollected(Exception):
 
 
 class Parts:
-    """Asks ``agents``, by node, which must be all that have files."""
+    """Asks ``agents``, by node. All ``nodes`` must be there: one that is gone had files too."""
 
-    def __init__(self, agents: Callable[[], Dict[int, Peer]]) -> None:
+    def __init__(self, agents: Callable[[], Dict[int, Peer]], nodes: int) -> None:
         self._agents = agents
+        self._nodes = nodes
         self._numbers = itertools.count(1)
         self._asked: Dict[Tuple[int, int], asyncio.Future[Message]] = {}
 
     async def collect(self, folder: str) -> List[Entry]:
         """Bring all files below ``folder`` of every node to the channel. Raises NotCollected."""
-        peers = self._agents()
         listed = await self._ask(
-            {node: {"t": "list", "dir": folder} for node in peers}, LIST_SECONDS, "listing of its files"
+            self._all({"t": "list", "dir": folder}), LIST_SECONDS, "listing of its files"
         )
         seen: Set[str] = set()
         tasks: Dict[int, Message] = {}
@@ -57,7 +57,7 @@ class Parts:
 
     async def copies(self, message: Message, seconds: float) -> Dict[int, Message]:
         """The same question to every node about its own copies; answers by node. Raises NotCollected."""
-        return await self._ask({node: dict(message) for node in self._agents()}, seconds, str(message["t"]))
+        return await self._ask(self._all(message), seconds, str(message["t"]))
 
     def tell(self, message: Message) -> None:
         """To every node; nobody answers."""
@@ -80,6 +80,14 @@ class Parts:
             if not future.done():
                 future.set_exception(NotCollected(reason))
         self._asked.clear()
+
+    def _all(self, message: Message) -> Dict[int, Message]:
+        """The same to every node. Raises NotCollected."""
+        peers = self._agents()
+        gone = [node for node in range(self._nodes) if node not in peers]
+        if gone:
+            raise NotCollected(f"nodes {', '.join(map(str, gone[:8]))} are gone, and their files with them")
+        return {node: dict(message) for node in peers}
 
     async def _ask(self, what: Dict[int, Message], seconds: float, words: str) -> Dict[int, Message]:
         peers = self._agents()

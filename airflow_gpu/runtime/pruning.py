@@ -15,10 +15,13 @@ from airflow_gpu.runtime.checkpoint import (
     DOOMED,
     PIN,
     SAVING,
+    Ancestor,
     Report,
     Start,
     complete,
+    doomed_by,
     doomed_mark,
+    is_doomed,
     life_folder,
     pin_mark,
     step_in,
@@ -107,9 +110,12 @@ class _Pruner:
     def remove(self, life: int, name: str) -> None:
         """Raises Superseded."""
         root = life_folder(life)
-        doomed = f"{root}/{doomed_mark(name)}"
+        if max(taken(self._channel), default=0) > self._life:
+            raise Superseded  # without a mark that somebody would have to take away again
+        doomed = f"{root}/{doomed_mark(name, self._life)}"
         self._channel.replace(doomed, b"")
-        pins = [mark for mark in self._channel.names(root) if mark.startswith(f".{name}{PIN}")]
+        beside = self._channel.names(root)
+        pins = [mark for mark in beside if mark.startswith(f".{name}{PIN}")]
         newest = max(taken(self._channel), default=0)
         if newest > self._life:
             self._channel.remove(doomed)
@@ -119,15 +125,15 @@ class _Pruner:
             self._channel.remove(doomed)
             return
         self._remove(f"{root}/{name}")
-        for mark in (*pins, doomed_mark(name)):
+        for mark in (*pins, *(doomed_mark(name, by) for by in {*doomed_by(beside, name), self._life})):
             self._channel.remove(f"{root}/{mark}")
 
     def remove_partial(self, life: int, before: Optional[int]) -> None:
         """What somebody began to save, or to remove. Raises Superseded."""
         root = life_folder(life)
         for mark in self._channel.names(root):
-            if mark.startswith(".") and mark.endswith(DOOMED):
-                self.remove(life, mark[1 : -len(DOOMED)])
+            if mark.startswith(".") and DOOMED in mark:
+                self.remove(life, mark[1:].rpartition(DOOMED)[0])
             if not (mark.startswith(".") and mark.endswith(SAVING)):
                 continue
             name = mark[1 : -len(SAVING)]
@@ -150,12 +156,16 @@ def _pinned_by(mark: str) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def pin(channel: Channel, life: int, start: Start) -> bool:
-    """For a life that is about to be claimed: keep what it has chosen. False: choose again, that one is going."""
+def pin(channel: Channel, life: int, start: Start, lives: Sequence[Ancestor]) -> bool:
+    """For a life that is about to be claimed: keep what it has chosen. False: choose again, that one is going.
+
+    ``lives``: those that are there.
+    """
     root = life_folder(start.life)
     channel.replace(f"{root}/{pin_mark(start.name, life)}", b"")
     names = channel.names(root)
-    if doomed_mark(start.name) not in names and channel.exists(f"{root}/{start.name}/{MANIFEST}"):
+    going = is_doomed(names, start.name, start.life, start.step, lives)
+    if not going and channel.exists(f"{root}/{start.name}/{MANIFEST}"):
         return True
     unpin(channel, life, start)
     return False

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any, Callable, Dict, List, Optional
 
-from airflow_gpu.runtime.checkpoint import declared, life_folder, seal, unfinished
+from airflow_gpu.runtime.checkpoint import declared, life_folder, seal, step_in, unfinished
 from airflow_gpu.runtime.claim import Claim, life_root
 from airflow_gpu.runtime.files import Channel, Exists, Folder, to_json
 from airflow_gpu.runtime.job import Job
@@ -161,6 +161,8 @@ class Records:
             return
         root = life_folder(self._life)
         there = self._here.names(root)
+        if not any(step_in(name) is not None for name in there):
+            return  # all are gone: it was somebody else who tidied up here
         for name in [name for name in self._sealed if name not in there]:
             self._channel.remove(f"{root}/{name}/{MANIFEST}")  # half of one must not look like a whole one
             self._channel.remove_tree(f"{root}/{name}")
@@ -172,7 +174,16 @@ class Records:
             entries = self._collect(f"{life_folder(self._life)}/{name}")
             if entries is None:
                 return
-        manifest = seal(self._channel, self._life, name, self._job.world_size, entries)
+        until = time.monotonic() + RETRY_SECONDS
+        while True:
+            try:
+                manifest = seal(self._channel, self._life, name, self._job.world_size, entries)
+                break
+            except OSError as error:
+                if time.monotonic() >= until:
+                    self._report(f"CHECKPOINT {name} COULD NOT BE COMPLETED: {error}")
+                    return
+                time.sleep(RETRY_PAUSE)
         if manifest is not None:
             self._sealed.append(name)
             self._report(

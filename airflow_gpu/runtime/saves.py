@@ -63,6 +63,7 @@ class _Save:
     key: Key
     name: str
     local: bool = False  # to the nodes' own disks
+    over: Set[int] = field(default_factory=set)  # ranks that could not write
     begun_at: float = 0.0
     skip: bool = False  # an earlier try is committed: what is written now goes nowhere
     hold: bool = False  # it began after a notice: every rank waits for it, and leaves
@@ -141,6 +142,8 @@ class Saves:
             save.begun_at = asyncio.get_running_loop().time()
             if self._levels is not None and not save.hold:
                 save.local = not self._levels.to_channel(save.begun_at)
+                if save.local and self._levels.off:
+                    save.local, save.skip = False, True
             for departed, reason in self._departed.items():
                 self.give_up(key, f"rank {departed} is gone ({reason})")
             if not save.skip:
@@ -162,10 +165,19 @@ class Saves:
         save.written.add(rank)
         if save.outcome is not None:  # given up before this rank came: it gets the others' answer
             saver.send(save.outcome)
+            self._clean_up(save)
         save.news.set()
 
-    def give_up(self, key: Key, reason: str) -> None:
+    def unsaved(self, rank: int, key: Key, reason: str) -> None:
         """A rank says that it cannot do its part."""
+        save = self._saves.get(key)
+        if save is not None:
+            save.over.add(rank)
+            self._clean_up(save)
+        self.give_up(key, reason)
+
+    def give_up(self, key: Key, reason: str) -> None:
+        """It will not be committed."""
         save = self._saves.get(key)
         if save is not None and save.outcome is None:
             save.failed = save.failed or reason
@@ -196,6 +208,14 @@ class Saves:
                 rank not in save.written or save.owed.get(rank) or _asked(save, rank)
             ):
                 self.give_up(save.key, f"rank {rank} is gone ({reason})")
+
+    def node_gone(self, node: int, reason: str) -> None:
+        """What its ranks have written lies on that node only, unless the channel is a folder that all nodes see."""
+        for save in self._saves.values():
+            if save.outcome is None and (save.local or not self._channel.shared):
+                self.give_up(save.key, f"node {node} is gone ({reason}), and its files with it")
+        if self._parts is not None:
+            self._parts.abort(f"node {node} is gone ({reason})")
 
     def came(self, rank: int) -> None:
         """A rank has connected, perhaps not for the first time."""
@@ -228,15 +248,18 @@ class Saves:
             if save.local:
                 await self._keep_copies(save, world)
                 return
+            self._still(save)
             if self._channel.shared or self._parts is None:
                 await self._hash(save, await self._view(save))
             else:
+                await self._disk(self._channel.replace, f"{self._root}/{saving_mark(save.name)}", b"")
                 save.entries = await self._parts.collect(f"{self._root}/{save.name}")
                 if not save.entries:
                     raise GivenUp("no rank has written a file")
             manifest = Manifest(
                 self._life, save.step, world, tuple(sorted(save.entries, key=lambda e: e.path))
             )
+            self._still(save)
             await self._disk(self._commit, save, manifest)
             self._committed.add(save.step)
             size = sum(entry.size for entry in manifest.files)
@@ -249,6 +272,8 @@ class Saves:
             self._finish(save, str(error))
         except OSError as error:
             self._finish(save, f"the channel could not be written: {error}")
+        except Exception as error:  # whatever it is: the ranks wait for an answer
+            self._finish(save, f"{type(error).__name__}: {error}")
         if save.outcome is not None and save.outcome["ok"] and not self._pruning and not save.local:
             self._pruning = True
             try:
@@ -262,7 +287,17 @@ class Saves:
         """Every node hashes its own part, where it lies."""
         assert self._parts is not None
         message = {"t": "keep", "life": self._life, "name": save.name, "step": save.step, "world": world}
+        self._still(save)
         answers = await self._parts.copies(message, HASH_SECONDS)
+        self._still(save)
+        empty = [node for node, answer in answers.items() if not answer["files"]]
+        if empty:
+            assert self._levels is not None
+            self._levels.off = True
+            raise GivenUp(
+                f"node {empty[0]} wrote no file of its own. Copies on the nodes are of use only where each node saves what "
+                "it needs to load: from now on saves go to the channel alone"
+            )
         size = sum(int(answer["bytes"]) for answer in answers.values())
         self._report(f"checkpoint of step {save.step} is complete on the nodes' own disks: {size} bytes")
         self._committed.add(save.step)
@@ -292,20 +327,36 @@ class Saves:
     def _finish(self, save: _Save, error: Optional[str]) -> None:
         if error is not None:
             self._report(f"CHECKPOINT OF STEP {save.step} WAS NOT SAVED: {error}")
+            if self._levels is not None and not save.local:
+                self._levels.failed(asyncio.get_running_loop().time())
         # One message for all, so that every rank leaves, or every rank goes on.
         save.outcome = save.message("saved", ok=error is None, error=error or "", leave=self._noticed())
         save.entries, save.views, save.owed = [], {}, {}  # a long life has many saves
         for saver in self._savers().values():
             if saver.rank in save.written:  # the others get it when they have written
                 saver.send(save.outcome)
+        self._clean_up(save)
+
+    def _clean_up(self, save: _Save) -> None:
+        """Nothing of a save that came to nothing stays on the nodes, once no rank writes there any more."""
+        busy = set(range(self._world())) - save.written - save.over - set(self._departed)
+        if save.outcome is None or save.outcome["ok"] or busy or self._parts is None:
+            return
+        if save.local:
+            self._parts.tell({"t": "undo", "life": self._life, "name": save.name})
+        elif not self._channel.shared:
+            self._parts.drop(f"{self._root}/{save.name}")
+
+    @staticmethod
+    def _still(save: _Save) -> None:
+        if save.failed is not None:
+            raise GivenUp(save.failed)
 
     def _prepare(self, save: _Save) -> None:
         folder = self._channel.folder(self._root)
-        if self._channel.shared:
+        if self._channel.shared:  # on a store it may take time, for which no rank needs to wait
             with open(os.path.join(folder, saving_mark(save.name)), "wb"):
                 pass
-        else:
-            self._channel.replace(f"{self._root}/{saving_mark(save.name)}", b"")
         self._channel.folder(f"{self._root}/{save.name}")
 
     def _commit(self, save: _Save, manifest: Manifest) -> None:

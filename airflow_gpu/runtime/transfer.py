@@ -87,16 +87,19 @@ class _Log:
         self.sent, self.due = 0, 0.0
 
 
-def brought(channel: Channel, where: str) -> Tuple[str, str]:
+def brought(channel: Channel, where: str, judge: bool) -> Tuple[str, str]:
     """The checkpoint in this folder of the channel, whole and on this node: where; else the reason why not.
 
-    A damaged one is marked, so that no later life takes it.
+    ``judge``: a damaged one is marked, so that no later life takes it. That is for one node to say, and only while
+    nobody has seen it whole: another node's disk or memory may be what is damaged.
     """
     try:
         manifest = manifest_of(channel, where)
         wrong: Optional[str] = "it has lost its manifest"
         if manifest is not None:
             wrong, _ = differs(channel, where, manifest.files, None)
+        if wrong is not None and not judge:
+            return "", f"checkpoint {where} does not come to this node as it was saved: {wrong}"
         if wrong is not None:
             mark_bad(channel, where, wrong)
             return "", f"checkpoint {where} is damaged, the next life will not take it: {wrong}"

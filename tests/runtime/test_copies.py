@@ -52,7 +52,7 @@ def checkpointing(bed: Bed, interval: float | None = None) -> dict[str, object]:
 
 def kept(bed: Bed, node: int) -> dict[int, Path]:
     """Copies of a node by their step."""
-    paths = bed.folder.glob(f"disk/gang-*/node-{node:04d}/*/*/manifest.json")
+    paths = bed.folder.glob(f"disk/airflow-gpu-*/node-{node:04d}/*/*/manifest.json")
     return {int(path.parent.name[-9:]): path.parent for path in paths}
 
 
@@ -95,7 +95,7 @@ def test_some_go_to_the_channel_and_a_notice_does(bed: Bed) -> None:
     assert said.count(f"checkpoint of step {newest} is complete:") == 1
     assert bed.run(bed.payload(script=train(newest + 3), checkpoint=checkpointing(bed)), restart=1) == [0, 0]
     assert bed.read("lives/0002.json")["from"]["step"] == newest
-    assert bed.read("lives/0002/local.json") is None
+    assert bed.read("lives/0002/local.json")["from"] is None
 
 
 def flip(folder: Path) -> None:
@@ -112,9 +112,9 @@ SPOILT = {
     "a manifest that says anything": lambda bed: [
         (path / "manifest.json").write_text("[" * 10000) for path in kept(bed, 0).values()
     ],
-    "saved by another number of ranks": lambda bed: [
+    "saved by a gang of another shape": lambda bed: [
         path.joinpath("manifest.json").write_text(
-            json.dumps({**json.loads(path.joinpath("manifest.json").read_text()), "world_size": 8})
+            json.dumps({**json.loads(path.joinpath("manifest.json").read_text()), "writer": "4x1"})
         )
         for path in kept(bed, 0).values()
     ],
@@ -154,7 +154,7 @@ def test_a_life_that_saved_nothing_itself_hands_its_start_on(bed: Bed) -> None:
 
 
 def test_other_runs_on_the_same_disk(tmp_path: Path) -> None:
-    mine, other = Copies(str(tmp_path), "s3://a/run", 0), Copies(str(tmp_path), "s3://b/run", 0)
+    mine, other = Copies(str(tmp_path), "s3://a/run", 0, "2x2"), Copies(str(tmp_path), "s3://b/run", 0, "2x2")
     (Path(mine.path(1, "step-000000005")) / "x").write_text("x")
     mine.keep(1, "step-000000005", 5, 2)
     assert [copy.step for copy in mine.held()] == [5]
@@ -166,7 +166,7 @@ def test_other_runs_on_the_same_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("trap", ["a link", "open to others"])
 def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path, trap: str) -> None:
     """In /dev/shm or /tmp anybody may have made it, and what lies there is loaded."""
-    run = Path(Copies(str(tmp_path), "s3://a/run", 0).root).parent
+    run = Path(Copies(str(tmp_path), "s3://a/run", 0, "2x2").root).parent
     assert run.stat().st_mode & 0o777 == 0o700
     if trap == "a link":
         run.rename(tmp_path / "elsewhere")
@@ -174,7 +174,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path: Path, trap: str
     else:
         run.chmod(0o777)
     with pytest.raises(PermissionError, match="others can write to it"):
-        Copies(str(tmp_path), "s3://a/run", 0)
+        Copies(str(tmp_path), "s3://a/run", 0, "2x2")
 
 
 def test_levels() -> None:
@@ -200,7 +200,8 @@ PARTS = st.lists(
         life=st.integers(1, 4),
         name=st.just("x"),
         step=st.integers(1, 6),
-        world_size=st.sampled_from([4, 4, 4, 8]),
+        world_size=st.just(4),
+        shape=st.sampled_from(["2x2", "2x2", "2x2", "4x1"]),
     ),
     max_size=6,
 )
@@ -215,11 +216,11 @@ PARTS = st.lists(
     ),
 )
 def test_what_is_common(held: list[list[Copy]], ancestors: set[int], start: Start | None) -> None:
-    found = common(held, sorted(ancestors), start, 4)
+    found = common(held, ancestors, start, "2x2")
     assert found == sorted(found, key=lambda one: (one.folder, one.step), reverse=True)
     for copy in found:
         for node in held:
-            assert any((c.life, c.step, c.world_size) == (copy.life, copy.step, 4) for c in node)
+            assert any((c.life, c.step, c.shape) == (copy.life, copy.step, "2x2") for c in node)
         assert copy.folder in ancestors
         if start is not None:
             assert copy.step > start.step

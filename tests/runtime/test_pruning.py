@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from airflow_gpu.runtime.checkpoint import Start
+from airflow_gpu.runtime.checkpoint import Ancestor, Start, complete
 from airflow_gpu.runtime.files import Folder
 from airflow_gpu.runtime.pruning import Superseded, _Pruner, pin, unpin
 
 CHECKPOINT = "checkpoints/0001/step-000000005"
-MOST_STEPS = 7
-"""Each does fewer operations on the channel; what is left of a schedule is not used."""
+CLAIM_STEPS, PRUNE_STEPS = 5, 7
+"""Operations on the channel; where one ends early, what is left of a schedule is not used."""
 
 
 class Stepwise(Folder):
@@ -61,7 +61,7 @@ def play(folder: Path, order: tuple[int, ...], pruner: int) -> tuple[bool, bool]
 
     def claim() -> None:
         mine = Stepwise(str(folder), turns[0], done)
-        if pin(mine, 2, start):
+        if pin(mine, 2, start, [Ancestor(1)]):
             mine.create("lives/0002.json", b"{}")
             unpin(mine, 2, start)
             claimed.append(True)
@@ -90,14 +90,14 @@ def play(folder: Path, order: tuple[int, ...], pruner: int) -> tuple[bool, bool]
 
 
 ORDERS = [
-    tuple(1 if at in ones else 0 for at in range(2 * MOST_STEPS))
-    for ones in itertools.combinations(range(2 * MOST_STEPS), MOST_STEPS)
+    tuple(0 if at in claims else 1 for at in range(CLAIM_STEPS + PRUNE_STEPS))
+    for claims in itertools.combinations(range(CLAIM_STEPS + PRUNE_STEPS), CLAIM_STEPS)
 ]
 
 
 def test_every_order(tmp_path: Path) -> None:
     seen = set()
-    for number, order in enumerate(ORDERS[::2]):
+    for number, order in enumerate(ORDERS):
         claimed, whole = play(tmp_path / str(number), order, pruner=1)
         assert whole or not claimed, f"claimed from what was removed: {order}"
         seen.add((claimed, whole))
@@ -110,14 +110,28 @@ def test_what_a_claim_left_behind_holds_nothing_for_ever(tmp_path: Path, pin_of:
     channel.create(f"checkpoints/0001/.step-000000005.pin-{pin_of:04d}", b"")
     _Pruner(channel, 1, lambda _: None).remove(1, "step-000000005")
     assert channel.exists(f"{CHECKPOINT}/manifest.json") is not goes
-    assert not [name for name in channel.names("checkpoints/0001") if name.endswith(".doomed")]
+    assert not [name for name in channel.names("checkpoints/0001") if ".doomed" in name]
     if goes:
         assert channel.names("checkpoints/0001") == []
 
 
 def test_a_removal_that_was_cut_off_is_finished(tmp_path: Path) -> None:
     channel = prepared(tmp_path)
-    channel.create("checkpoints/0001/.step-000000005.doomed", b"")
-    assert not pin(channel, 2, Start(1, 5, "step-000000005", verified=True))
+    channel.create("checkpoints/0001/.step-000000005.doomed-0001", b"")
+    assert not pin(channel, 2, Start(1, 5, "step-000000005", verified=True), [Ancestor(1)])
     _Pruner(channel, 1, lambda _: None).remove_partial(1, None)
     assert channel.names("checkpoints/0001") == []
+
+
+def test_a_mark_of_one_that_was_overtaken_holds_nobody_up(tmp_path: Path) -> None:
+    """Life 2 was claimed from it, so whoever had marked it before has to yield; the mark may have been left behind."""
+    channel = prepared(tmp_path)
+    channel.create("checkpoints/0001/.step-000000005.doomed-0001", b"")
+    (tmp_path / CHECKPOINT / "manifest.json").write_text(
+        '{"v": 1, "life": 1, "step": 5, "world_size": 1, "files": []}'
+    )
+    assert complete(channel, 1, print, [Ancestor(1)]) == []
+    assert [found.step for found in complete(channel, 1, print, [Ancestor(1), Ancestor(2, 1, 5)])] == [5]
+    assert complete(channel, 1, print, [Ancestor(1), Ancestor(2, 1, 4)]) == []
+    channel.create("checkpoints/0001/.step-000000005.doomed-0002", b"")
+    assert complete(channel, 1, print, [Ancestor(1), Ancestor(2, 1, 5)]) == [], "life 2 itself may remove it"

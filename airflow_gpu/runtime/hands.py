@@ -120,9 +120,10 @@ class Hands:
         if channel.shared:
             then(channel.path(where), "")
             return True
-        judge = self._node.rank == 0 and not restore.get("verified")
+        whole = bool(restore.get("verified"))
+        judge = self._node.rank == 0 and not whole
         threading.Thread(
-            target=lambda: then(*brought(channel, where, judge)), name="gang-restore", daemon=True
+            target=lambda: then(*brought(channel, where, judge, whole)), name="gang-restore", daemon=True
         ).start()
         return False
 

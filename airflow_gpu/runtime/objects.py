@@ -53,16 +53,18 @@ COLLIDED_PAUSE = 0.1
 
 COLLISIONS = 100
 
+AWAY_SECONDS = 60.0
+"""So long a store may be away before anything fails. Obstore's own ten tries are over after seconds."""
+
 RETRY = {
     "max_retries": 100,
-    "retry_timeout": timedelta(seconds=60),
+    "retry_timeout": timedelta(seconds=AWAY_SECONDS),
     "backoff": {
         "init_backoff": timedelta(seconds=0.1),
         "max_backoff": timedelta(seconds=5),
         "base": 2.0,
     },
 }
-"""A store may be away for a minute before anything fails. Obstore's own ten tries are over after seconds."""
 
 _QUERY = re.compile(r"\?[^\s\"')]*")  # a shared access signature travels there
 _CLIENT = frozenset(

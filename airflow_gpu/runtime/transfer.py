@@ -16,7 +16,7 @@ from typing import Callable, Dict, Optional, Tuple
 
 from airflow_gpu.runtime.checkpoint import differs, manifest_of, mark_bad
 from airflow_gpu.runtime.files import Channel, Folder, Missing
-from airflow_gpu.runtime.manifest import MANIFEST, BadManifest
+from airflow_gpu.runtime.manifest import BAD, MANIFEST, BadManifest
 from airflow_gpu.runtime.objects import Objects
 
 LOG_SECONDS = 3.0
@@ -32,6 +32,9 @@ SLOWER = 100
 """A piece may take so many times less than the life's age: a day has no more than some thousand of them."""
 
 SLOWEST = 60.0
+
+JUDGE_SECONDS = 60.0
+"""For node 0 to say that a checkpoint is damaged that another node finds so."""
 
 PIECE = 8 << 20
 """Bytes. A larger piece is uploaded as several."""
@@ -87,10 +90,10 @@ class _Log:
         self.sent, self.due = 0, 0.0
 
 
-def brought(channel: Channel, where: str, judge: bool) -> Tuple[str, str]:
+def brought(channel: Channel, where: str, judge: bool, seen_whole: bool) -> Tuple[str, str]:
     """The checkpoint in this folder of the channel, whole and on this node: where; else the reason why not.
 
-    ``judge``: a damaged one is marked, so that no later life takes it. That is for one node to say, and only while
+    ``seen_whole``: node 0 has compared all of it. ``judge``: a damaged one is marked, so that no later life takes it. That is for one node to say, and only while
     nobody has seen it whole: another node's disk or memory may be what is damaged.
     """
     try:
@@ -99,6 +102,11 @@ def brought(channel: Channel, where: str, judge: bool) -> Tuple[str, str]:
         if manifest is not None:
             wrong, _ = differs(channel, where, manifest.files, None)
         if wrong is not None and not judge:
+            until = time.monotonic() + JUDGE_SECONDS
+            while not seen_whole and time.monotonic() < until:  # node 0 is just finding out
+                if channel.exists(f"{where}/{BAD}"):
+                    return "", f"checkpoint {where} is damaged, the next life will not take it: {wrong}"
+                time.sleep(1.0)
             return "", f"checkpoint {where} does not come to this node as it was saved: {wrong}"
         if wrong is not None:
             mark_bad(channel, where, wrong)

@@ -211,7 +211,8 @@ def test_failed_saves_leave_nothing_and_copies_go_on(store: ObjectBed, wire: Den
 
 def test_copies_that_one_node_cannot_make_go_everywhere(bed: Bed) -> None:
     script = (
-        SAVES.replace("SIZE", "10") + "                    if g.rank == 3: time.sleep(0.1); __import__('shutil').rmtree(d)\n"
+        SAVES.replace("SIZE", "10")
+        + "                    if g.rank == 3: time.sleep(0.1); __import__('shutil').rmtree(d)\n"
     )
     job = bed.payload(script=script, checkpoint=two_levels(bed))
     life = bed.start(job)

@@ -228,7 +228,11 @@ def test_without_the_library_it_says_what_to_do(make_objects: Make, tmp_path: Pa
 
 def test_a_store_that_is_away_is_waited_for_and_named(make_objects: Make) -> None:
     bed = make_objects("s3")
-    job = bed.payload(script="print('hello')", store={**bed.options, "endpoint": "http://127.0.0.1:9"})
+    job = bed.payload(
+        script="print('hello')",
+        store={**bed.options, "endpoint": "http://127.0.0.1:9"},
+        constants={**QUICK, "AWAY_SECONDS": 3.0},
+    )
     life = bed.start(job)
     codes = life.wait()
     assert codes == [77, 77], "the gang has not become whole; the driver tries again"

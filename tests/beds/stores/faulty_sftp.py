@@ -43,7 +43,9 @@ def main() -> None:
         if action == "cut":
             end(server)
         if action == "freeze":
-            time.sleep(3600)
+            while folder.exists():  # as long as the test
+                time.sleep(0.2)
+            end(server)
         if action == "lose":
             answers.last = number(packet)
         if action == "twice":

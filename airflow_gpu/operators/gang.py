@@ -123,6 +123,12 @@ class GangOperator(BaseOperator):
         _check_arguments(type(self).__name__, gang, kwargs)
         super().__init__(**kwargs)
         self.checkpoint_asset = checkpoint_asset
+        if checkpoint_asset is not None:
+            from airflow.sdk import Asset
+
+            if not isinstance(checkpoint_asset, Asset):
+                said = f'checkpoint_asset must be an Asset, such as Asset("model"), got {checkpoint_asset!r}'
+                raise ValueError(said[:200])
         if checkpoint_asset is not None and checkpoint_asset not in self.outlets:
             self.outlets = [*self.outlets, checkpoint_asset]
         # Plain fields: Airflow renders nested objects by setattr, and a request is frozen.

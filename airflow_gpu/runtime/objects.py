@@ -72,6 +72,15 @@ _CLIENT = frozenset(
     | {"root_certificate", "user_agent", "http1_only", "http2_only", "pool_idle_timeout"}
 )
 
+_NOBODY = (
+    "169.254.169.254",
+    "metadata.google.internal",
+    "Missing SecretAccessKey",
+    "Missing AccessKey",
+    "redential",
+)
+"""In an error: the client looked for an identity of this machine, and found none."""
+
 _WORDS = {"true": True, "false": False}
 
 T = TypeVar("T")
@@ -296,7 +305,18 @@ class Objects:
             raise
         except (errors.BaseError, PermissionError) as error:
             said = _QUERY.sub("?...", str(error).split("\n", 1)[0])
-            raise Away(f"{self.uri}: {said}") from None
+            raise Away(f"{self.uri}: {said}{_advice(said)}") from None
+
+
+def _advice(said: str) -> str:
+    """What would help, where the store did not get to know who asks."""
+    if not any(sign in said for sign in _NOBODY):
+        return ""
+    return (
+        ". THIS JOB HAS NO CREDENTIALS for it; none are sent by Airflow's side. Give it some by "
+        'Gang(secrets={"AWS_ACCESS_KEY_ID": "conn:ID#login", "AWS_SECRET_ACCESS_KEY": "conn:ID#password"}), '
+        "or let its nodes or pods have an identity"
+    )
 
 
 class Away(OSError):
@@ -339,4 +359,5 @@ def _open(uri: str, options: Mapping[str, Any]) -> Tuple[Any, Any]:
     try:
         return obstore, from_url(uri, config=config, client_options=client, retry_config=RETRY)  # type: ignore[call-overload]
     except Exception as error:
-        raise OSError(f"{uri}: cannot be opened: {str(error).splitlines()[0]}") from None
+        said = str(error).splitlines()[0]
+        raise OSError(f"{uri}: cannot be opened: {said}{_advice(said)}") from None

@@ -109,13 +109,18 @@ class GangCheckpointsTrigger(BaseEventTrigger):
 
     def __init__(
         self,
-        external_dag_id: str = "",
-        external_task_id: str = "",
+        external_dag_id: str,
+        external_task_id: str,
         every: int = 1,
         interval: float = 60.0,
-        **_: Any,
     ) -> None:
         super().__init__()
+        if not external_dag_id or not external_task_id:
+            raise ValueError("GangCheckpointsTrigger needs external_dag_id and external_task_id")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a whole number of steps, at least 1, got {every!r}")
+        if isinstance(interval, bool) or not isinstance(interval, (int, float)) or interval <= 0:
+            raise ValueError(f"interval must be a number of seconds above 0, got {interval!r}")
         self.external_dag_id = external_dag_id
         self.external_task_id = external_task_id
         self.every = every

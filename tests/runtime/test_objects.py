@@ -281,3 +281,13 @@ def test_options_as_people_type_them(make_objects: Make, tmp_path: Path) -> None
     store = Objects(bed.uri, {**typed, **_keys(bed)}, str(tmp_path))
     store.create("x", b"1")
     assert store.read("x") == b"1"
+
+
+def test_a_job_without_credentials_is_told_what_would_do(make_objects: Make) -> None:
+    bed = make_objects("s3")
+    bed.secrets = {}
+    job = bed.payload(script="print('hello')", constants={**QUICK, "AWAY_SECONDS": 1.0}, barrier_timeout=3.0)
+    life = bed.start(job, AWS_EC2_METADATA_DISABLED="false")
+    assert set(life.wait()) <= {64, 77}
+    assert "THIS JOB HAS NO CREDENTIALS" in life.log()
+    assert "Gang(secrets=" in life.log()

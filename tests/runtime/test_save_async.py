@@ -85,7 +85,7 @@ def test_after_a_notice_it_is_waited_for_and_every_rank_leaves(bed: Bed) -> None
         interval=None,
     )
     life = bed.start(job)
-    eventually(lambda: "saving" in bed.log(0))
+    eventually(lambda: all("saving" in bed.log(rank) for rank in range(4)))
     life.signal(NOTICE)
     assert life.wait() == [75, 75]
     saved = sorted(bed.manifests())

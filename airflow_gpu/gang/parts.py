@@ -8,7 +8,9 @@ A dict is taken wherever a part is. Constructors raise
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from pydantic import model_validator
 
 from airflow_gpu.gang._fields import (
     AUTO,
@@ -28,6 +30,9 @@ from airflow_gpu.gang.units import seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+
+LOCAL_INTERVAL = 120.0
 
 
 class Work(Part):
@@ -111,9 +116,15 @@ class Checkpointing(Part):
     keep: AtLeastOne = 3
     every: AtLeastOne | None = None
     local: NodeFolder | None = None
-    local_interval: SomeSeconds = 120.0
+    local_interval: SomeSeconds = LOCAL_INTERVAL
     on_change: Literal["fresh", "resume"] = "fresh"
     continue_previous: bool = False
+
+    @model_validator(mode="after")
+    def _copies_have_a_place(self) -> Self:
+        if self.local is None and self.local_interval != LOCAL_INTERVAL:
+            raise ValueError('local_interval needs local, a folder of each node, such as local="/local/ckpt"')
+        return self
 
     if TYPE_CHECKING:
 

@@ -73,6 +73,8 @@ def _check_arguments(operator: str, gang: object, given: Mapping[str, Any]) -> N
         )
         said = f"{', '.join(fields)} belong to the gang" if fields else "gang is missing"
         raise GangError(operator, f"{said}: {operator}(task_id=..., gang=Gang({inner}))")
+    if not isinstance(gang, (Gang, Mapping)):
+        raise GangError(operator, f"gang must be a Gang, or a dict of its fields, got {gang!r:.100}")
 
 
 class GangOperator(BaseOperator):

@@ -31,6 +31,13 @@ class CheckpointOutOfReach(AirflowFailException):
     """The gang has ended without such a checkpoint."""
 
 
+def _may_be_step(step: object) -> bool:
+    if isinstance(step, str):
+        return "{{" in step or step.strip().isdigit()
+    # An argument that another task answers is no value yet.
+    return not isinstance(step, (bool, float, type(None))) and not (isinstance(step, int) and step < 0)
+
+
 class GangCheckpointSensor(BaseSensorOperator):
     """Wait for a complete checkpoint of at least ``step`` of another DAG's gang, or of one in this DAG.
 
@@ -76,6 +83,14 @@ class GangCheckpointSensor(BaseSensorOperator):
         super().__init__(**kwargs)
         if execution_delta is not None and execution_date_fn is not None:
             raise ValueError("give execution_delta or execution_date_fn, not both")
+        if external_run_id is not None and (execution_delta is not None or execution_date_fn is not None):
+            raise ValueError("external_run_id names the run: leave execution_delta and execution_date_fn out")
+        if execution_delta is not None and not isinstance(execution_delta, timedelta):
+            raise ValueError(f"execution_delta must be a timedelta, got {execution_delta!r}")
+        if execution_date_fn is not None and not callable(execution_date_fn):
+            raise ValueError(f"execution_date_fn must be a function, got {execution_date_fn!r}")
+        if not _may_be_step(step):
+            raise ValueError(f"step must be a whole number, at least 0, or a template, got {step!r}")
         self.external_dag_id = external_dag_id
         self.external_task_id = external_task_id
         self.external_run_id = external_run_id
@@ -93,7 +108,7 @@ class GangCheckpointSensor(BaseSensorOperator):
         """
         try:
             step = int(self.step)
-        except ValueError:
+        except (TypeError, ValueError):
             raise AirflowFailException(f"step must be a whole number, got {self.step!r}") from None
         wanted = Wanted(self.external_dag_id, self.external_task_id, step, self.map_index)
         if self.external_run_id:

@@ -94,7 +94,7 @@ class Stopping(Actor):
                 if self.world.clock() >= end:
                     raise
                 if not isinstance(error, LostRace):
-                    self.world.say(f"the gang could not be told to end yet, trying again: {error}")
+                    self._tell(f"the gang could not be told to end yet, trying again: {error}")
                 await self.world.sleep(min(self.world.poll, 1.0))
 
     async def _stop_once(self, reason: str, detail: str) -> bool:

@@ -25,6 +25,10 @@ OBJECT_SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
 """Schemes of object stores, each raced in `tests/rundir/test_store.py` against a server of its kind."""
 
 _STATUS = re.compile(r"status code: (\d{3})\b")
+_TOOK = re.compile(
+    r" in [\d.]+(?:ns|µs|ms|s)\b|, after \d+ retries, max_retries: \d+, retry_timeout: [\d.]+s ?"
+)
+_NOBODY = ("169.254.169.254", "metadata.google.internal", "Missing SecretAccessKey", "Missing AccessKey")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 # Client errors that another try can cure; every other 4xx is final.
@@ -167,8 +171,18 @@ def remove_all(store: Any, prefix: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Obstore's message without its debug part."""
-    return str(error).split("\n", 1)[0]
+    """Obstore's message without its debug part, and without how long it took: the same trouble reads the same."""
+    return _TOOK.sub("", str(error).split("\n", 1)[0])
+
+
+def advice(text: str) -> str:
+    """What would help, where the store did not get to know who asks."""
+    if not any(sign in text for sign in _NOBODY):
+        return ""
+    return (
+        ". THIS PROCESS HAS NO CREDENTIALS for it: name a connection in [gpu] store_conn_ids "
+        '(AIRFLOW__GPU__STORE_CONN_IDS=\'{"s3://bucket": "ID"}\'), or give it an identity; `airflow-gpu doctor` proves it'
+    )
 
 
 def passing(error: Exception) -> bool:

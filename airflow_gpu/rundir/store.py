@@ -62,7 +62,7 @@ from tenacity import (
 
 from airflow_gpu.rundir import _folder
 from airflow_gpu.rundir._folder import HIDDEN
-from airflow_gpu.rundir._opening import first_line, open_store, parse, passing, remove_all, secrets_of
+from airflow_gpu.rundir._opening import advice, first_line, open_store, parse, passing, remove_all, secrets_of
 from airflow_gpu.rundir._options import Asked
 
 if TYPE_CHECKING:
@@ -447,7 +447,7 @@ class Store:
         """The `StoreError` for an error of obstore or the operating system, without any secret."""
         text = f"{self.uri}: {path}: {first_line(error)}" if path else f"{self.uri}: {first_line(error)}"
         kind = _Transient if passing(error) else StoreError
-        return kind(self._redact(text))
+        return kind(self._redact(text) + advice(text))
 
     def _no_bucket(self) -> StoreError:
         return StoreError(f"{self.uri}: the bucket or container does not exist")

@@ -20,6 +20,7 @@ from obstore.store import MemoryStore, from_url
 
 from airflow_gpu.rundir import _ssh
 from airflow_gpu.rundir.sftp import Sftp, open_sftp
+from airflow_gpu.runtime.objects import NOBODY
 
 OBJECT_SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
 """Schemes of object stores, each raced in `tests/rundir/test_store.py` against a server of its kind."""
@@ -28,7 +29,6 @@ _STATUS = re.compile(r"status code: (\d{3})\b")
 _TOOK = re.compile(
     r" in [\d.]+(?:ns|µs|ms|s)\b|, after \d+ retries, max_retries: \d+, retry_timeout: [\d.]+s ?"
 )
-_NOBODY = ("169.254.169.254", "metadata.google.internal", "Missing SecretAccessKey", "Missing AccessKey")
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 # Client errors that another try can cure; every other 4xx is final.
@@ -177,7 +177,7 @@ def first_line(error: BaseException) -> str:
 
 def advice(text: str) -> str:
     """What would help, where the store did not get to know who asks."""
-    if not any(sign in text for sign in _NOBODY):
+    if not any(sign in text for sign in NOBODY):
         return ""
     return (
         ". THIS PROCESS HAS NO CREDENTIALS for it: name a connection in [gpu] store_conn_ids "

@@ -72,7 +72,7 @@ _CLIENT = frozenset(
     | {"root_certificate", "user_agent", "http1_only", "http2_only", "pool_idle_timeout"}
 )
 
-_NOBODY = (
+NOBODY = (
     "169.254.169.254",
     "metadata.google.internal",
     "Missing SecretAccessKey",
@@ -310,7 +310,7 @@ class Objects:
 
 def _advice(said: str) -> str:
     """What would help, where the store did not get to know who asks."""
-    if not any(sign in said for sign in _NOBODY):
+    if not any(sign in said for sign in NOBODY):
         return ""
     return (
         ". THIS JOB HAS NO CREDENTIALS for it; none are sent by Airflow's side. Give it some by "

@@ -20,7 +20,7 @@ from obstore.store import MemoryStore, from_url
 
 from airflow_gpu.rundir import _ssh
 from airflow_gpu.rundir.sftp import Sftp, open_sftp
-from airflow_gpu.runtime.objects import NOBODY
+from airflow_gpu.runtime.objects import is_nobody
 
 OBJECT_SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
 """Schemes of object stores, each raced in `tests/rundir/test_store.py` against a server of its kind."""
@@ -177,7 +177,7 @@ def first_line(error: BaseException) -> str:
 
 def advice(text: str) -> str:
     """What would help, where the store did not get to know who asks."""
-    if not any(sign in text for sign in NOBODY):
+    if not is_nobody(text):
         return ""
     return (
         ". THIS PROCESS HAS NO CREDENTIALS for it: name a connection in [gpu] store_conn_ids "

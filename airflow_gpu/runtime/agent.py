@@ -17,7 +17,6 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from typing import Callable, Dict, Optional
 
@@ -275,13 +274,9 @@ class Agent:
     def _on_start(self, m: Message) -> None:
         """All nodes are there. What they start from comes to this node first, beside the main loop if it takes time."""
         self.started = True
-        here = threading.get_ident()
 
         def then(where: str, error: str) -> None:
-            if threading.get_ident() == here:
-                self._launch(m, where, error)
-            else:
-                self.inbox.put("brought", (m, where, error))
+            self.inbox.put("brought", (m, where, error))
 
         self.hands.bring(self.claim.life, m.get("restore"), then)
 

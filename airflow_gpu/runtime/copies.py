@@ -23,21 +23,18 @@ import re
 import shutil
 import stat
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from airflow_gpu.runtime.checkpoint import Start, in_order
 from airflow_gpu.runtime.files import Folder, to_json
 from airflow_gpu.runtime.interval import interval as best_interval
 from airflow_gpu.runtime.manifest import (
-    HASH_THREADS,
     MANIFEST,
     BadManifest,
-    Entry,
     Manifest,
     contents_differ,
-    hash_file,
+    hash_files,
     listing,
     sizes_differ,
 )
@@ -100,28 +97,12 @@ class Copy:
     name: str
     step: int
     world_size: int
-    shape: str = ""  # nodes x ranks of each
-
-    def to_dict(self) -> Dict[str, Any]:
-        return {
-            "folder": self.folder,
-            "life": self.life,
-            "name": self.name,
-            "step": self.step,
-            "world_size": self.world_size,
-            "shape": self.shape,
-        }
+    shape: str  # nodes x ranks of each
 
     @classmethod
     def of(cls, body: Mapping[str, Any]) -> Copy:
-        return cls(
-            int(body["folder"]),
-            int(body["life"]),
-            str(body["name"]),
-            int(body["step"]),
-            int(body["world_size"]),
-            str(body.get("shape", "")),
-        )
+        """From a message, which may say more."""
+        return cls(**{field.name: body[field.name] for field in fields(cls)})
 
 
 def common(
@@ -192,12 +173,9 @@ class Copies:
         A part without files gets no manifest. Raises OSError.
         """
         folder = self._here.path(f"{life:04d}/{name}")
-        names = listing(folder)
-        if not names:
+        entries = tuple(hash_files(folder, listing(folder), flush=False))
+        if not entries:
             return 0, 0
-        with ThreadPoolExecutor(max(1, min(HASH_THREADS, len(names), os.cpu_count() or 1))) as pool:
-            found = list(pool.map(lambda one: hash_file(os.path.join(folder, *one.split("/"))), names))
-        entries = tuple(Entry(one, size, digest) for one, (size, digest) in zip(names, found))
         manifest = Manifest(life, step, world_size, entries, writer=self._shape)
         self._here.replace(f"{life:04d}/{name}/{MANIFEST}", to_json(manifest.to_dict()))
         self._touch()
@@ -249,9 +227,8 @@ class Copies:
 
     def forget(self) -> None:
         """The run has succeeded."""
-        shutil.rmtree(
-            self._run, ignore_errors=True
-        )  # of other nodes too: on one machine, or when ranks have moved
+        # Of other nodes too: on one machine, or when ranks have moved.
+        shutil.rmtree(self._run, ignore_errors=True)
 
     def _touch(self) -> None:
         with open(os.path.join(self._run, MARK), "wb"):

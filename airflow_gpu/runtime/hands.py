@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any, Callable, Dict, List, Optional
 
 from airflow_gpu.runtime.checkpoint import in_order
@@ -94,38 +95,37 @@ class Hands:
 
     def held(self) -> List[Dict[str, Any]]:
         """Copies of earlier lives on this node's disk."""
-        return [] if self._copies is None else [copy.to_dict() for copy in self._copies.held()[:MOST_HELD]]
+        return [] if self._copies is None else [asdict(copy) for copy in self._copies.held()[:MOST_HELD]]
 
     def local(self, life: int) -> str:
         """Where ranks write quick copies; empty where there are none."""
         return "" if self._copies is None else self._copies.path(life)
 
-    def bring(self, life: int, restore: Optional[Message], then: Callable[[str, str], None]) -> bool:
+    def bring(self, life: int, restore: Optional[Message], then: Callable[[str, str], None]) -> None:
         """See to it that what the life starts from is on this node, then say where it is, or why it is not.
 
-        Answers False when ``then`` will be called later, from another thread.
+        ``then`` may be called from another thread.
         """
         if restore is None:
             then("", "")
-            return True
+            return
         if restore.get("local"):
             assert self._copies is not None
             try:
                 then(self._copies.adopt(life, Copy.of(restore)), "")
             except OSError as error:
                 then("", f"the copy of step {restore['step']} on this node cannot be used: {error}")
-            return True
+            return
         channel = self._seed if restore.get("seed") else self._channel
         where = str(restore["dir"])
         if channel.shared:
             then(channel.path(where), "")
-            return True
+            return
         whole = bool(restore.get("verified"))
         judge = self._node.rank == 0 and not whole
         threading.Thread(
             target=lambda: then(*brought(channel, where, judge, whole)), name="gang-restore", daemon=True
         ).start()
-        return False
 
     def close(self, succeeded: bool, failed: int = 0) -> None:
         """The life is over on this node. ``succeeded``: the whole gang has; ``failed``: the life, if it has failed."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import asdict
 from typing import Callable, Dict, List, Optional
 
 from airflow_gpu.runtime import manifest
@@ -82,8 +83,8 @@ class Head:
             lambda: state.noticed,
             log,
             self._tasks.spawn,
+            self._parts,
             every=job.every,
-            parts=self._parts,
             levels=Levels(job.interval, claim.mtbf, server.loop.time()) if job.local else None,
         )
         self._grace = job.stop_grace
@@ -214,7 +215,7 @@ class Head:
         lives = await self._tasks.disk(since_begun, self._channel, claim.earlier)
         for copy in common(held, lives, claim.start, shape):
             try:
-                answers = await self._parts.copies({"t": "check", **copy.to_dict()}, HASH_SECONDS)
+                answers = await self._parts.copies({"t": "check", **asdict(copy)}, HASH_SECONDS)
             except NotCollected as error:
                 self._log(f"the nodes' copies of step {copy.step} cannot be used: {error}")
                 if len(self._state.agents) < self._job.nodes:
@@ -242,7 +243,7 @@ class Head:
         start = state.claim.start
         restore: Optional[Message] = None
         if copy is not None:
-            restore = {**copy.to_dict(), "local": True, "verified": True}
+            restore = {**asdict(copy), "local": True, "verified": True}
             self._log(
                 f"the nodes have copies of step {copy.step} on their own disks: the ranks start from those"
             )

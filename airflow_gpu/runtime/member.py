@@ -183,13 +183,13 @@ class Member:
         until = time.monotonic() + DUE_SECONDS
         with self._news:
             while not self._follower.knows(step):
-                if self._leaderless and self.notice:
-                    # Rank 0 had not asked yet when the notice came, and has left at once: nobody will save any more.
-                    say(
-                        "leaving without a save: rank 0 left at the notice, before its first question whether to save"
-                    )
-                    raise Leave(EXIT_PREEMPTED)
                 if self._leaderless:
+                    if self.notice:
+                        # Rank 0 had not asked yet when the notice came, and has left at once: nobody will save any more.
+                        say(
+                            "leaving without a save: rank 0 left at the notice, before its first question whether to save"
+                        )
+                        raise Leave(EXIT_PREEMPTED)
                     raise GangError(
                         f"rank {self.identity.rank} asks whether to save at step {step}, but rank 0 has left the gang: "
                         "every rank must ask checkpoint.due() for the same steps"

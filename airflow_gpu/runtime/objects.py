@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from airflow_gpu.runtime.files import HIDDEN, Exists, Folder, Missing
-from airflow_gpu.runtime.manifest import Entry, hash_file
+from airflow_gpu.runtime.manifest import MOST_BYTES, Entry, hash_file
 
 SCHEMES = ("s3", "gs", "az", "abfs", "abfss")
 
@@ -41,9 +41,6 @@ PART = 32 << 20
 
 AT_ONCE = 16
 """Parts that are under way at a time, over all files."""
-
-MOST_BYTES = 64 << 20
-"""A file that is read as a whole, and is larger, is refused."""
 
 TRIES = 3
 """Of a file whose content was not what the manifest says: the second and third time it may be."""
@@ -72,15 +69,13 @@ _CLIENT = frozenset(
     | {"root_certificate", "user_agent", "http1_only", "http2_only", "pool_idle_timeout"}
 )
 
-NOBODY = (
+_NOBODY = (
     "169.254.169.254",
     "metadata.google.internal",
     "Missing SecretAccessKey",
     "Missing AccessKey",
     "redential",
 )
-"""In an error: the client looked for an identity of this machine, and found none."""
-
 _WORDS = {"true": True, "false": False}
 
 T = TypeVar("T")
@@ -308,9 +303,14 @@ class Objects:
             raise Away(f"{self.uri}: {said}{_advice(said)}") from None
 
 
+def is_nobody(said: str) -> bool:
+    """By its error: the client looked for credentials of this process or an identity of this machine, and found none."""
+    return any(sign in said for sign in _NOBODY)
+
+
 def _advice(said: str) -> str:
     """What would help, where the store did not get to know who asks."""
-    if not any(sign in said for sign in NOBODY):
+    if not is_nobody(said):
         return ""
     return (
         ". THIS JOB HAS NO CREDENTIALS for it; none are sent by Airflow's side. Give it some by "

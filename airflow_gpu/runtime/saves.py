@@ -105,8 +105,8 @@ class Saves:
         noticed: Callable[[], bool],
         report: Callable[[str], None],
         spawn: Callable[[Awaitable[None]], None],
+        parts: Parts,
         every: Optional[int] = None,
-        parts: Optional[Parts] = None,
         levels: Optional[Levels] = None,
     ) -> None:
         self._channel = channel
@@ -214,8 +214,7 @@ class Saves:
         for save in self._saves.values():
             if save.outcome is None and (save.local or not self._channel.shared):
                 self.give_up(save.key, f"node {node} is gone ({reason}), and its files with it")
-        if self._parts is not None:
-            self._parts.abort(f"node {node} is gone ({reason})")
+        self._parts.abort(f"node {node} is gone ({reason})")
 
     def came(self, rank: int) -> None:
         """A rank has connected, perhaps not for the first time."""
@@ -223,8 +222,7 @@ class Saves:
 
     def abort(self, reason: str) -> None:
         """The gang ends."""
-        if self._parts is not None:
-            self._parts.abort(reason)
+        self._parts.abort(reason)
         for save in self._saves.values():
             self.give_up(save.key, reason)
 
@@ -249,7 +247,7 @@ class Saves:
                 await self._keep_copies(save, world)
                 return
             self._still(save)
-            if self._channel.shared or self._parts is None:
+            if self._channel.shared:
                 await self._hash(save, await self._view(save))
             else:
                 await self._disk(self._channel.replace, f"{self._root}/{saving_mark(save.name)}", b"")
@@ -285,7 +283,6 @@ class Saves:
 
     async def _keep_copies(self, save: _Save, world: int) -> None:
         """Every node hashes its own part, where it lies."""
-        assert self._parts is not None
         message = {"t": "keep", "life": self._life, "name": save.name, "step": save.step, "world": world}
         self._still(save)
         answers = await self._parts.copies(message, HASH_SECONDS)
@@ -308,10 +305,9 @@ class Saves:
         """It is on the channel: older copies on the nodes are of no use."""
         if self._levels is not None:
             self._levels.saved(save.begun_at, asyncio.get_running_loop().time())
-        if self._parts is not None and not self._channel.shared:
-            self._parts.drop(f"{self._root}/{save.name}")
-        if self._parts is not None and self._levels is not None:
             self._parts.tell({"t": "kept", "life": self._life, "name": save.name})
+        if not self._channel.shared:
+            self._parts.drop(f"{self._root}/{save.name}")
 
     def _prune(self) -> None:
         prune(
@@ -340,7 +336,7 @@ class Saves:
     def _clean_up(self, save: _Save) -> None:
         """Nothing of a save that came to nothing stays on the nodes, once no rank writes there any more."""
         busy = set(range(self._world())) - save.written - save.over - set(self._departed)
-        if save.outcome is None or save.outcome["ok"] or busy or self._parts is None:
+        if save.outcome is None or save.outcome["ok"] or busy:
             return
         if save.local:
             self._parts.tell({"t": "undo", "life": self._life, "name": save.name})

@@ -93,26 +93,33 @@ class _Log:
 def brought(channel: Channel, where: str, judge: bool, seen_whole: bool) -> Tuple[str, str]:
     """The checkpoint in this folder of the channel, whole and on this node: where; else the reason why not.
 
-    ``seen_whole``: node 0 has compared all of it. ``judge``: a damaged one is marked, so that no later life takes it. That is for one node to say, and only while
-    nobody has seen it whole: another node's disk or memory may be what is damaged.
+    ``seen_whole``: node 0 has compared all of it. ``judge``: a damaged one is
+    marked, so that no later life takes it. That is for one node to say, and only
+    while nobody has seen it whole: another node's disk or memory may be what is damaged.
     """
     try:
         manifest = manifest_of(channel, where)
         wrong: Optional[str] = "it has lost its manifest"
         if manifest is not None:
             wrong, _ = differs(channel, where, manifest.files, None)
-        if wrong is not None and not judge:
-            until = time.monotonic() + JUDGE_SECONDS
-            while not seen_whole and time.monotonic() < until:  # node 0 is just finding out
-                if channel.exists(f"{where}/{BAD}"):
-                    return "", f"checkpoint {where} is damaged, the next life will not take it: {wrong}"
-                time.sleep(1.0)
-            return "", f"checkpoint {where} does not come to this node as it was saved: {wrong}"
         if wrong is not None:
-            mark_bad(channel, where, wrong)
+            if judge:
+                mark_bad(channel, where, wrong)
+            elif seen_whole or not _condemned(channel, where):
+                return "", f"checkpoint {where} does not come to this node as it was saved: {wrong}"
             return "", f"checkpoint {where} is damaged, the next life will not take it: {wrong}"
         path = channel.path(where)
         Folder(path).replace(MANIFEST, channel.read(f"{where}/{MANIFEST}"))
     except (BadManifest, Missing, OSError) as error:
         return "", f"checkpoint {where} cannot be read: {error}"
     return path, ""
+
+
+def _condemned(channel: Channel, where: str) -> bool:
+    """Whether node 0, which is just finding out, finds it damaged as well. Raises OSError."""
+    until = time.monotonic() + JUDGE_SECONDS
+    while time.monotonic() < until:
+        if channel.exists(f"{where}/{BAD}"):
+            return True
+        time.sleep(1.0)
+    return False

@@ -19,8 +19,8 @@ from airflow_gpu.rundir.contents import Contents
 from airflow_gpu.rundir.store import Store
 from airflow_gpu.runtime.checkpoint import save_name
 from airflow_gpu.runtime.manifest import Entry, Manifest
-from tests.beds.stores.servers import SERVERS, Server, Unavailable
-from tests.beds.stores.sshd import sshd
+from tests.beds.stores.servers import Server
+from tests.beds.stores.started import Servers, started
 from tests.plugin.rundirs import DECISION, Made
 
 FILES = {"rank-0.bin": b"zero" * 1000, "deep/er/rank 1, ü.bin": b"one" * 999, "empty": b""}
@@ -103,12 +103,14 @@ def steps(found: tuple[Checkpoint, ...] | list[Checkpoint]) -> list[tuple[int, i
 
 
 @pytest.fixture(scope="session")
-def s3() -> Iterator[Server]:
-    try:
-        with SERVERS["s3"]() as server:
-            yield server
-    except Unavailable as reason:
-        pytest.skip(f"S3 IS NOT PROVED HERE: {reason}")
+def servers() -> Iterator[Servers]:
+    with started() as servers:
+        yield servers
+
+
+@pytest.fixture(scope="session")
+def s3(servers: Servers) -> Server:
+    return servers["s3"]
 
 
 @pytest.fixture
@@ -117,12 +119,8 @@ def bucket(s3: Server) -> Store:
 
 
 @pytest.fixture(scope="session")
-def ssh() -> Iterator[Server]:
-    try:
-        with sshd() as server:
-            yield server
-    except Unavailable as reason:
-        pytest.skip(f"sftp IS NOT PROVED HERE: {reason}")
+def ssh(servers: Servers) -> Server:
+    return servers["sftp"]
 
 
 @pytest.fixture(params=["folder", "s3", "sftp"])

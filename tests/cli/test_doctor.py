@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.beds.stores.servers import SERVERS, Server, Unavailable
+from tests.beds.stores.servers import Server
+from tests.beds.stores.started import started
 from tests.cli.conftest import Shell
 from tests.sweep.conftest import Plant
 
@@ -90,11 +91,8 @@ async def test_a_node_that_cannot_run_it(plant: Plant, shell: Shell) -> None:
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[Server]:
-    try:
-        with SERVERS["s3"]() as server:
-            yield server
-    except Unavailable as reason:
-        pytest.skip(f"S3 IS NOT PROVED HERE: {reason}")
+    with started() as servers:
+        yield servers["s3"]
 
 
 def on_s3(shell: Shell, s3: Server, key: str = "") -> str:

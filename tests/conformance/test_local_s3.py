@@ -14,7 +14,8 @@ import pytest
 from airflow_gpu.rundir.store import Store
 from airflow_gpu.targets.local.config import LocalConfig
 from airflow_gpu.targets.local.target import LocalTarget
-from tests.beds.stores.servers import Server, Unavailable, s3
+from tests.beds.stores.servers import Server
+from tests.beds.stores.started import started
 from tests.conformance.suite import Scenarios
 from tests.conformance.test_local import LocalBed, closed
 
@@ -23,11 +24,8 @@ SECRET = {"access_key_id": "AWS_ACCESS_KEY_ID", "secret_access_key": "AWS_SECRET
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    try:
-        with s3() as server:
-            yield server
-    except Unavailable as reason:
-        pytest.skip(f"s3 IS NOT PROVED HERE: {reason}")
+    with started() as servers:
+        yield servers["s3"]
 
 
 class S3Bed(LocalBed):

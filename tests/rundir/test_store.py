@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import secrets
@@ -21,40 +20,23 @@ from obstore.store import LocalStore
 from airflow_gpu.rundir import store as store_module
 from airflow_gpu.rundir.store import Entry, Exists, Missing, Store, StoreError
 from tests.beds.stores import race as races
-from tests.beds.stores.servers import SERVERS, Server, Unavailable
-from tests.beds.stores.sshd import sshd
+from tests.beds.stores.servers import SERVERS, Server
+from tests.beds.stores.started import ALL, started
 from tests.beds.stores.wire import Cut, Lose, Refuse, Truncate, Wire
 
 SLOTS = 200
 WRITERS = 16
-ALL_SERVERS = {
-    **SERVERS,
-    "sftp": sshd,
-}  # tests with a bad wire want HTTP, so the last has its own in test_sftp.py
 EVERY_CHARACTER = "v1/AZaz09._=+-/b=20c=2Fd+e/x=3D.json"
 
 
 @pytest.fixture(scope="session")
 def running() -> Iterator[dict[str, Server]]:
     """Servers, each started when it is first asked for."""
-    with contextlib.ExitStack() as stack:
-        yield _Started(stack)
+    with started() as servers:
+        yield servers
 
 
-class _Started(dict[str, Server]):
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        super().__init__()
-        self.stack = stack
-
-    def __missing__(self, name: str) -> Server:
-        try:
-            self[name] = self.stack.enter_context(ALL_SERVERS[name]())
-        except Unavailable as reason:
-            pytest.skip(f"{name} IS NOT PROVED HERE: {reason}")
-        return self[name]
-
-
-@pytest.fixture(params=["folder", "memory", *ALL_SERVERS])
+@pytest.fixture(params=["folder", "memory", *ALL])
 def store(request: pytest.FixtureRequest, running: dict[str, Server], tmp_path: Path) -> Store:
     """A store of each kind, with nothing in it."""
     if request.param == "folder":
@@ -196,7 +178,7 @@ async def test_names_of_unfinished_files_are_refused() -> None:
 # -- races
 
 
-@pytest.mark.parametrize("name", ALL_SERVERS)
+@pytest.mark.parametrize("name", ALL)
 async def test_sixteen_writers_in_four_processes(
     name: str, running: dict[str, Server], capsys: pytest.CaptureFixture[str]
 ) -> None:

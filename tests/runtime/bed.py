@@ -124,6 +124,7 @@ class Bed:
         self.channel = folder / "channel"
         self.channel.mkdir(parents=True)
         self.lives: list[Life] = []
+        self.env: dict[str, str] = {}  # of every agent
 
     def payload(
         self,
@@ -196,7 +197,7 @@ class Bed:
                 GANG_JOB_ID=job_id,
                 GANG_RESTART=str(restart),
                 GANG_NODE_ADDR=f"127.0.0.{node + 1}",
-                **env,
+                **{**self.env, **env},
             )
             with log.open("wb") as output:
                 agents.append(
@@ -264,6 +265,16 @@ class Bed:
         """A file of the channel; None when it is not there."""
         path = self.channel / name
         return path.read_bytes() if path.exists() else None
+
+    def two_levels(self, interval: float | None = None) -> dict[str, object]:
+        """``checkpoint`` of a payload: a copy on the nodes each tenth of a second, a save to the channel each ``interval``."""
+        local = str(self.folder / "disk")
+        return {"interval": interval, "keep": 3, "local": local, "local_interval": 0.1}
+
+    def copies(self, node: int) -> dict[int, Path]:
+        """Copies of a node that have a manifest, by their step."""
+        paths = self.folder.glob(f"disk/airflow-gpu-*/node-{node:04d}/*/*/manifest.json")
+        return {int(path.parent.name[-9:]): path.parent for path in paths}
 
     def newest(self) -> int:
         """Number of the newest entry of ``lives/``; 0 while there is none."""

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.beds.stores.started import Servers, started
 from tests.runtime.bed import OLD_PYTHON, PYTHON, Bed, beds
-from tests.runtime.objects import ObjectBed, Servers, object_beds
+from tests.runtime.objects import ObjectBed, object_beds
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -34,8 +34,8 @@ def bed(make_bed: Callable[..., Bed]) -> Bed:
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[Servers]:
-    with contextlib.ExitStack() as stack:
-        yield Servers(stack)
+    with started() as servers:
+        yield servers
 
 
 @pytest.fixture

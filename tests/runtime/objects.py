@@ -7,19 +7,17 @@ reach the agents by the secrets file, as a target hands them over.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from airflow_gpu.runtime.files import Missing
 from airflow_gpu.runtime.objects import Objects
-from tests.beds.stores.servers import SERVERS, Server, Unavailable
-from tests.runtime.bed import Bed, Life
+from tests.beds.stores.servers import Server
+from tests.beds.stores.started import Servers
+from tests.runtime.bed import Bed
 
 SECRET = {"access_key_id": "AWS_ACCESS_KEY_ID", "secret_access_key": "AWS_SECRET_ACCESS_KEY"}
 
@@ -29,6 +27,7 @@ class ObjectBed(Bed):
 
     def __init__(self, folder: Path, server: Server) -> None:
         super().__init__(folder)
+        self.env = {"GANG_SCRATCH": str(folder / "scratch")}
         self.uri = f"{server.uri}/{secrets.token_hex(6)}"
         self.options = {name: value for name, value in server.options.items() if name not in SECRET}
         self.secrets = {name: server.options[key] for key, name in SECRET.items() if key in server.options}
@@ -42,18 +41,6 @@ class ObjectBed(Bed):
         path = self.folder / "secrets.json"
         path.write_text(json.dumps(self.secrets))
         return path
-
-    def start(
-        self,
-        job: Path,
-        job_id: str = "job-1",
-        restart: int | str = 0,
-        nodes: Sequence[int] | None = None,
-        **env: str,
-    ) -> Life:
-        return super().start(
-            job, job_id, restart, nodes, **{"GANG_SCRATCH": str(self.folder / "scratch"), **env}
-        )
 
     def read(self, name: str) -> Any:
         try:
@@ -104,21 +91,6 @@ class ObjectBed(Bed):
         """What agents have left on their nodes."""
         scratch = self.folder / "scratch"
         return sorted(scratch.iterdir()) if scratch.exists() else []
-
-
-class Servers(dict[str, Server]):
-    """Running stores, each started when it is first asked for."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        super().__init__()
-        self.stack = stack
-
-    def __missing__(self, name: str) -> Server:
-        try:
-            self[name] = self.stack.enter_context(SERVERS[name]())
-        except Unavailable as reason:
-            pytest.skip(f"{name} IS NOT PROVED HERE: {reason}")
-        return self[name]
 
 
 def object_beds(folder: Path, servers: Servers) -> Iterator[Callable[[str], ObjectBed]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,9 +13,10 @@ import pytest
 
 from airflow_gpu.runtime.copies import Copies
 from airflow_gpu.runtime.opening import PREFIX, Scratch
-from tests.beds.stores.wire import Wire, _read_request
+from tests.beds.stores.started import Servers
+from tests.beds.stores.wire import Refuse, Request, Wire
 from tests.runtime.bed import NOTICE, QUICK, Bed, Life, eventually
-from tests.runtime.objects import ObjectBed, Servers
+from tests.runtime.objects import ObjectBed
 
 MakeObjects = Callable[[str], ObjectBed]
 
@@ -30,22 +30,8 @@ class Deny(Wire):
         super().__init__(upstream)
         self.no: Callable[[str, str], bool] = lambda method, path: False
 
-    def _serve(self, client: socket.socket) -> None:
-        read = _read_request(client)
-        if read is None:
-            return
-        request, head, body = read
-        self.requests.append(request)
-        if self.no(request.method, request.path):
-            answer = f"HTTP/1.1 {self.status} No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-            client.sendall(answer.encode())
-            return
-        first, *lines = head.split(b"\r\n")
-        kept = [line for line in lines if not line.lower().startswith(b"connection:")]
-        with socket.create_connection(("127.0.0.1", self.upstream), timeout=20) as server:
-            server.sendall(b"\r\n".join([first, *kept, b"Connection: close", b"", b""]) + body)
-            while part := server.recv(65536):
-                client.sendall(part)
+    def fault(self, request: Request) -> Refuse | None:
+        return Refuse(self.status) if self.no(request.method, request.path) else None
 
 
 @pytest.fixture
@@ -71,17 +57,6 @@ def kill_node(life: Life, node: int) -> None:
     agent = life.agent(node)
     os.kill(life.agents[node].pid, signal.SIGKILL)
     os.kill(agent, signal.SIGKILL)
-
-
-def two_levels(bed: Bed, interval: float | None = None) -> dict[str, object]:
-    local = str(bed.folder / "disk")
-    return {"interval": interval, "keep": 3, "local": local, "local_interval": 0.1}
-
-
-def kept(bed: Bed, node: int) -> dict[int, Path]:
-    """Copies of a node that have a manifest, by their step."""
-    paths = bed.folder.glob(f"disk/airflow-gpu-*/node-{node:04d}/*/*/manifest.json")
-    return {int(path.parent.name[-9:]): path.parent for path in paths}
 
 
 SLOW = """
@@ -122,16 +97,16 @@ def test_a_node_goes_after_its_ranks_have_written(store: ObjectBed) -> None:
 
 def test_a_node_goes_while_copies_are_made(bed: Bed) -> None:
     """The copies before stay: nothing that is whole goes for what is not."""
-    job = bed.payload(script=SLOW.replace("SLOW", "2"), stop_grace=30, checkpoint=two_levels(bed))
+    job = bed.payload(script=SLOW.replace("SLOW", "2"), stop_grace=30, checkpoint=bed.two_levels())
     life = bed.start(job)
     eventually(lambda: len(marks(bed, "wrote")) == 4)
-    [step] = kept(bed, 0)
+    [step] = bed.copies(0)
     life.signal(NOTICE)
     time.sleep(0.5)
     kill_node(life, 1)
     life.wait()
-    assert set(kept(bed, 0)) >= {step}
-    assert set(kept(bed, 1)) == {step}
+    assert set(bed.copies(0)) >= {step}
+    assert set(bed.copies(1)) == {step}
     bed.start(job, restart=1)
     eventually(lambda: f"start {step}" in bed.log(3, life=2))
 
@@ -201,7 +176,7 @@ def test_failed_saves_leave_nothing_and_copies_go_on(store: ObjectBed, wire: Den
     assert len(steps) <= 6, "those of the newest saves, on two nodes"
     life.end()
 
-    both = store.payload(script=script, store=through(store, wire), checkpoint=two_levels(store, 2.0))
+    both = store.payload(script=script, store=through(store, wire), checkpoint=store.two_levels(2.0))
     life = store.start(both, restart=1)
     eventually(lambda: "WAS NOT SAVED" in life.log())
     failed = life.log().count("own disks")
@@ -214,10 +189,10 @@ def test_copies_that_one_node_cannot_make_go_everywhere(bed: Bed) -> None:
         SAVES.replace("SIZE", "10")
         + "                    if g.rank == 3: time.sleep(0.1); __import__('shutil').rmtree(d)\n"
     )
-    job = bed.payload(script=script, checkpoint=two_levels(bed))
+    job = bed.payload(script=script, checkpoint=bed.two_levels())
     life = bed.start(job)
     eventually(lambda: life.log().count("WAS NOT SAVED") >= 12)
-    assert len(kept(bed, 0)) <= 2
+    assert len(bed.copies(0)) <= 2
     life.end()
     bed.start(job, restart=1)
     eventually(lambda: "start 0" in bed.log(3, life=2))
@@ -240,7 +215,7 @@ def test_one_rank_writes_for_all(bed: Bed) -> None:
                     if g.rank == 0:
                         (d / "model.pt").write_text("weights")
     """
-    job = bed.payload(script=script, checkpoint=two_levels(bed, 0.3))
+    job = bed.payload(script=script, checkpoint=bed.two_levels(0.3))
     life = bed.start(job)
     eventually(lambda: len(bed.manifests()) >= 2)
     assert life.log().count("WAS NOT SAVED") == 1
@@ -256,9 +231,9 @@ def test_a_life_that_fails_on_its_copies_is_the_last_to_get_them(bed: Bed) -> No
         "g.checkpoint.restore()",
         "g.checkpoint.restore(lambda d: 1 / 0 if 'airflow-gpu-' in str(d) else None)",
     )
-    job = bed.payload(script=script, checkpoint=two_levels(bed, 0.3))
+    job = bed.payload(script=script, checkpoint=bed.two_levels(0.3))
     life = bed.start(job)
-    eventually(lambda: bed.manifests() and kept(bed, 0) and max(kept(bed, 0)) > max(bed.manifests()))
+    eventually(lambda: bed.manifests() and bed.copies(0) and max(bed.copies(0)) > max(bed.manifests()))
     life.end()
     assert bed.run(job, restart=1) == [1, 1]
     assert "ZeroDivisionError" in bed.read("lives/0002/failure.json")["message"]
@@ -269,12 +244,12 @@ def test_a_life_that_fails_on_its_copies_is_the_last_to_get_them(bed: Bed) -> No
 
 def test_another_shape_starts_from_the_channel(bed: Bed) -> None:
     script = SAVES.replace("SIZE", "10")
-    job = bed.payload(script=script, nodes=4, ranks_per_node=1, checkpoint=two_levels(bed, 0.3))
+    job = bed.payload(script=script, nodes=4, ranks_per_node=1, checkpoint=bed.two_levels(0.3))
     life = bed.start(job)
-    eventually(lambda: bed.manifests() and kept(bed, 0) and max(kept(bed, 0)) > max(bed.manifests()))
+    eventually(lambda: bed.manifests() and bed.copies(0) and max(bed.copies(0)) > max(bed.manifests()))
     life.end()
     step = max(bed.manifests())
-    bed.start(bed.payload(2, script=script, checkpoint=two_levels(bed, 0.3)), job_id="job-2")
+    bed.start(bed.payload(2, script=script, checkpoint=bed.two_levels(0.3)), job_id="job-2")
     eventually(lambda: f"start {step}" in bed.log(3, life=2))
 
 
@@ -295,7 +270,7 @@ def test_a_step_that_is_saved_again_is_not_written_over(bed: Bed) -> None:
         print("saved", flush=True)
         time.sleep(600)
     """
-    job = bed.payload(script=script, checkpoint=two_levels(bed))
+    job = bed.payload(script=script, checkpoint=bed.two_levels())
     for number, word in enumerate(("saved", "halfway", "start 20"), 1):
         life = bed.start(job, restart=number - 1)
         eventually(lambda number=number, word=word: word in bed.log(3, life=number))

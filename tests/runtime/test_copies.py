@@ -45,33 +45,22 @@ def train(total: int = FOREVER) -> str:
     return TRAIN.replace("TOTAL", str(total))
 
 
-def checkpointing(bed: Bed, interval: float | None = None) -> dict[str, object]:
-    local = str(bed.folder / "disk")
-    return {"interval": interval, "keep": 3, "local": local, "local_interval": 0.1}
-
-
-def kept(bed: Bed, node: int) -> dict[int, Path]:
-    """Copies of a node by their step."""
-    paths = bed.folder.glob(f"disk/airflow-gpu-*/node-{node:04d}/*/*/manifest.json")
-    return {int(path.parent.name[-9:]): path.parent for path in paths}
-
-
 def with_copies(bed: Bed, job: Path, restart: int = 0) -> tuple[Life, int]:
     """Run a life until it has some copies, and kill it; the furthest step that both nodes have whole."""
     life = bed.start(job, restart=restart)
-    first = eventually(lambda: max(kept(bed, 0), default=0), "no copy was made")
-    eventually(lambda: max(kept(bed, 0), default=0) > first)
+    first = eventually(lambda: max(bed.copies(0), default=0), "no copy was made")
+    eventually(lambda: max(bed.copies(0), default=0) > first)
     life.end()
-    return life, max(set(kept(bed, 0)) & set(kept(bed, 1)))
+    return life, max(set(bed.copies(0)) & set(bed.copies(1)))
 
 
 @pytest.mark.parametrize("kind", ["folder", "s3"])
 def test_the_next_life_goes_on_from_the_copies(make_bed: Make, make_objects: MakeObjects, kind: str) -> None:
     bed = make_bed() if kind == "folder" else make_objects(kind)
-    job = bed.payload(script=train(), checkpoint=checkpointing(bed))
+    job = bed.payload(script=train(), checkpoint=bed.two_levels())
     _, step = with_copies(bed, job)
     assert bed.saves(1) == {}, "nothing has gone to the channel"
-    bed.payload(script=train(step + 5), checkpoint=checkpointing(bed))
+    bed.payload(script=train(step + 5), checkpoint=bed.two_levels())
     life = bed.start(job, restart=1)
     assert life.wait() == [0, 0], life.log()
     assert bed.read("lives/0002.json")["from"] is None
@@ -83,17 +72,17 @@ def test_the_next_life_goes_on_from_the_copies(make_bed: Make, make_objects: Mak
 
 
 def test_some_go_to_the_channel_and_a_notice_does(bed: Bed) -> None:
-    job = bed.payload(script=train(), checkpoint=checkpointing(bed, interval=0.5))
+    job = bed.payload(script=train(), checkpoint=bed.two_levels(interval=0.5))
     life = bed.start(job)
-    eventually(lambda: len(bed.manifests()) >= 2 and kept(bed, 0))
+    eventually(lambda: len(bed.manifests()) >= 2 and bed.copies(0))
     life.signal(NOTICE)
     assert life.wait() == [75, 75]
     newest = max(bed.manifests())
-    assert all(step >= newest for step in kept(bed, 0)), "older copies are of no use"
+    assert all(step >= newest for step in bed.copies(0)), "older copies are of no use"
     said = life.log()
     assert "is complete on the nodes' own disks" in said
     assert said.count(f"checkpoint of step {newest} is complete:") == 1
-    assert bed.run(bed.payload(script=train(newest + 3), checkpoint=checkpointing(bed)), restart=1) == [0, 0]
+    assert bed.run(bed.payload(script=train(newest + 3), checkpoint=bed.two_levels()), restart=1) == [0, 0]
     assert bed.read("lives/0002.json")["from"]["step"] == newest
     assert bed.read("lives/0002/local.json")["from"] is None
 
@@ -106,17 +95,17 @@ def flip(folder: Path) -> None:
 SPOILT = {
     "a node without its disk": lambda bed: shutil.rmtree(bed.folder / "disk" / _run(bed) / "node-0001"),
     "a part that was never finished": lambda bed: [
-        (p / "manifest.json").unlink() for p in kept(bed, 1).values()
+        (p / "manifest.json").unlink() for p in bed.copies(1).values()
     ],
-    "a flipped bit": lambda bed: [flip(path) for path in kept(bed, 1).values()],
+    "a flipped bit": lambda bed: [flip(path) for path in bed.copies(1).values()],
     "a manifest that says anything": lambda bed: [
-        (path / "manifest.json").write_text("[" * 10000) for path in kept(bed, 0).values()
+        (path / "manifest.json").write_text("[" * 10000) for path in bed.copies(0).values()
     ],
     "saved by a gang of another shape": lambda bed: [
         path.joinpath("manifest.json").write_text(
             json.dumps({**json.loads(path.joinpath("manifest.json").read_text()), "writer": "4x1"})
         )
-        for path in kept(bed, 0).values()
+        for path in bed.copies(0).values()
     ],
 }
 
@@ -129,22 +118,22 @@ def _run(bed: Bed) -> str:
 @pytest.mark.parametrize("what", SPOILT)
 def test_else_it_starts_from_the_channel(bed: Bed, what: str) -> None:
     """All nodes from the same step, whichever node's part is not what it should be."""
-    job = bed.payload(script=train(), checkpoint=checkpointing(bed, interval=0.3))
+    job = bed.payload(script=train(), checkpoint=bed.two_levels(interval=0.3))
     life = bed.start(job)
-    eventually(lambda: bed.manifests() and kept(bed, 0) and max(kept(bed, 0)) > max(bed.manifests()))
+    eventually(lambda: bed.manifests() and bed.copies(0) and max(bed.copies(0)) > max(bed.manifests()))
     life.end()
     SPOILT[what](bed)
     step = max(bed.manifests())
-    life = bed.start(bed.payload(script=train(step + 500), checkpoint=checkpointing(bed)), restart=1)
+    life = bed.start(bed.payload(script=train(step + 500), checkpoint=bed.two_levels()), restart=1)
     assert life.wait() == [0, 0], life.log()
     for rank in range(4):
         assert f"start {step} {sum(range(step))}" in bed.log(rank, life=2), what
 
 
 def test_a_life_that_saved_nothing_itself_hands_its_start_on(bed: Bed) -> None:
-    job = bed.payload(script=train(), checkpoint=checkpointing(bed))
+    job = bed.payload(script=train(), checkpoint=bed.two_levels())
     _, step = with_copies(bed, job)
-    slow = checkpointing(bed) | {"local_interval": 600}
+    slow = bed.two_levels() | {"local_interval": 600}
     second = bed.start(bed.payload(script=train(), checkpoint=slow), restart=1)
     eventually(lambda: f"start {step} " in bed.log(3, life=2))
     second.end()

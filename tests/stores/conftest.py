@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from collections.abc import Iterator
 
 import pytest
 
 from airflow_gpu.rundir.store import Store
-from tests.beds.stores.servers import SERVERS, Server, Unavailable
-
-
-class Servers:
-    """By name; a test is skipped, and says so, where one cannot be installed."""
-
-    def __init__(self, stack: contextlib.ExitStack) -> None:
-        self._stack = stack
-        self._started: dict[str, Server] = {}
-
-    def __getitem__(self, name: str) -> Server:
-        if name not in self._started:
-            try:
-                self._started[name] = self._stack.enter_context(SERVERS[name]())
-            except Unavailable as reason:
-                pytest.skip(f"{name} IS NOT PROVED HERE: {reason}")
-        return self._started[name]
+from tests.beds.stores.servers import SERVERS, Server
+from tests.beds.stores.started import Servers, started
 
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[Servers]:
-    with contextlib.ExitStack() as stack:
-        yield Servers(stack)
+    with started() as servers:
+        yield servers
 
 
 @pytest.fixture(params=list(SERVERS))

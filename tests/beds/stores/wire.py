@@ -79,13 +79,17 @@ class Wire:
     def sent(self, method: str) -> list[Request]:
         return [request for request in self.requests if request.method == method]
 
+    def fault(self, request: Request) -> Lose | Cut | Refuse | Truncate | None:
+        """What happens to this request."""
+        return self.faults.popleft() if self.faults and request.method == self.method else None
+
     def _serve(self, client: socket.socket) -> None:
         read = _read_request(client)
         if read is None:
             return
         request, head, body = read
         self.requests.append(request)
-        fault = self.faults.popleft() if self.faults and request.method == self.method else None
+        fault = self.fault(request)
         if isinstance(fault, Cut):
             return
         if isinstance(fault, Refuse):

@@ -65,7 +65,7 @@ def _seed_in_job(target: Target, seed: Seed | None, store: Mapping[str, Any]) ->
         where, store = target.job_channel.rstrip("/") + seed.channel[len(here) :], target.job_store
     elif seed.channel.startswith("file://"):
         where, store = unquote(seed.channel.removeprefix("file://")), {}
-    elif seed.channel.startswith("memory:"):
+    elif seed.channel.startswith(("memory:", "sftp:")):  # the ranks have no log-in there
         raise Rejected(
             f"the checkpoint to go on from is at {seed.channel}, where jobs of this target cannot read"
         )

@@ -200,6 +200,8 @@ async def tell_jobs(target: Target, credentials: Credentials) -> None:
 
     :raises TargetError: the connection of the channel cannot be read or used; NotConfigured: it is not there.
     """
+    for folder in getattr(target, "folders", ()):
+        folder.use(credentials)
     if not is_object_store(target.channel):
         return
     try:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 KINDS: dict[str, str] = {
     "gpu_local": "airflow_gpu.hooks.local:LocalGangHook",
+    "slurm": "airflow_gpu.hooks.slurm:SlurmGangHook",
 }
 """Connection types, and the hook that makes a target of one."""
 

@@ -18,7 +18,7 @@ import obstore
 from obstore import exceptions as obstore_errors
 from obstore.store import MemoryStore, from_url
 
-from airflow_gpu.rundir import _ssh
+from airflow_gpu import ssh
 from airflow_gpu.rundir.sftp import Sftp, open_sftp
 from airflow_gpu.runtime.objects import is_nobody
 
@@ -114,7 +114,7 @@ def open_store(uri: str, options: dict[str, Any]) -> Any:
         try:
             return open_sftp(uri, options)
         except ImportError:
-            raise ValueError(f"{uri}: {_ssh.MISSING}") from None
+            raise ValueError(f"{uri}: {ssh.MISSING}") from None
         except ValueError as error:
             raise ValueError(f"{uri}: {first_line(error)}") from None
     if scheme == "memory":
@@ -150,7 +150,7 @@ def open_store(uri: str, options: dict[str, Any]) -> Any:
 
 def secrets_of(uri: str, options: Mapping[str, Any]) -> list[str]:
     """The option values that could be recognised in a message; `true` or a port number are no secrets."""
-    known = options if not uri.startswith("sftp:") else {k: options[k] for k in _ssh.SECRET & options.keys()}
+    known = options if not uri.startswith("sftp:") else {k: options[k] for k in ssh.SECRET & options.keys()}
     return [v for v in map(str, known.values()) if len(v) >= 6 and not v.startswith(("http:", "https:"))]
 
 

@@ -15,7 +15,7 @@ import stat
 from typing import Any
 
 from airflow_gpu.rundir._folder import HIDDEN
-from airflow_gpu.rundir._ssh import Session
+from airflow_gpu.ssh import Session
 
 
 class Place:

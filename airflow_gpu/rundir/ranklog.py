@@ -40,7 +40,7 @@ def log_name(rank: int) -> str:
 
 def in_segments(store: Store) -> bool:
     """Whether logs lie in segments there."""
-    return not store.uri.startswith("file:")
+    return not store.uri.startswith(("file:", "sftp:"))
 
 
 class Segments:

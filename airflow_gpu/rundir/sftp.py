@@ -47,7 +47,7 @@ from urllib.parse import unquote, urlsplit
 
 from airflow_gpu.rundir._sftp_place import Linked, Place, client_errors
 from airflow_gpu.rundir._sftp_writing import PIECE, Writer, create
-from airflow_gpu.rundir._ssh import Where, shared
+from airflow_gpu.ssh import Where, shared
 
 T = TypeVar("T")
 

@@ -212,7 +212,9 @@ def digest_of(names: Iterable[str]) -> str:
 def hash_file(path: str, *, deadline: Optional[float] = None) -> Tuple[int, str]:
     """Size and SHA-256. Raises OSError, and OutOfTime once ``deadline`` (of ``time.monotonic``) has passed."""
     total, hasher = 0, hashlib.sha256()
-    block = memoryview(bytearray(BLOCK))  # one, for all of it: fresh memory for each read costs as much as the read
+    block = memoryview(
+        bytearray(BLOCK)
+    )  # one, for all of it: fresh memory for each read costs as much as the read
     with open(path, "rb", buffering=0) as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)

@@ -33,6 +33,7 @@ class Bed(Protocol):
     nodes: int
     gpus_per_node: int
     limit: float  # seconds that anything on this bed may take, generously
+    pace: float  # how much slower than a daemon on this machine the platform acts
     # Where the channel is no folder, also ``channel_store``: opens it for Airflow's side.
 
     async def preempt(self, job: str, *, notice: bool) -> None:

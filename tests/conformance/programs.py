@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+PAUSE = 0.05
+"""Seconds of one step of ``count``."""
+
 
 def count(total, pause=0.05, shout="", gang=None):
     """Counts steps, saves when it is due, and hands back where it began."""

@@ -26,7 +26,9 @@ class Scenarios:
     def gang(self, bed: Bed, function: Any = programs.count, *args: Any, **more: Any) -> Gang:
         from airflow_gpu.gang.function import FunctionSource
 
-        kwargs = more.pop("kwargs", {})
+        kwargs = dict(more.pop("kwargs", {}))
+        if function is programs.count:
+            kwargs.setdefault("pause", programs.PAUSE * bed.pace)
         shape: dict[str, Any] = {
             "nodes": bed.nodes,
             "gpus_per_node": bed.gpus_per_node,

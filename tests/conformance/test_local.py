@@ -23,6 +23,7 @@ class LocalBed:
     nodes = 2
     gpus_per_node = 2
     limit = 90.0
+    pace = 1.0
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,7 +1,7 @@
-"""One SSH connection with one SFTP channel, called from any thread, opened anew when it breaks.
+"""One SSH connection, for files and commands, called from any thread, opened anew when it breaks.
 
 Purpose: keeps asyncssh's particulars (its event loop, its options, what its
-errors mean) out of :mod:`airflow_gpu.rundir.sftp`.
+errors mean) out of :mod:`airflow_gpu.rundir.sftp` and :mod:`airflow_gpu.targets.slurm.login`.
 
 What it does not do: try again. An error that may pass is an ``OSError`` with
 ``ECONNRESET``, which :func:`airflow_gpu.rundir._opening.passing` knows.
@@ -16,6 +16,7 @@ Example::
 
     session = shared(Where("cluster", 22, "me"), {"key_file": "/home/me/.ssh/id_ed25519"})
     session.run(lambda client: client.realpath("."))
+    code, out, err = await session.command("squeue --me")
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ OPTIONS = frozenset(
 SECRET = frozenset({"password", "private_key", "private_key_passphrase"})
 """Options whose values appear in no message."""
 
-MISSING = "the Python package 'asyncssh' is missing, which sftp:// needs: pip install 'airflow-gpu[sftp]'"
+MISSING = (
+    "the Python package 'asyncssh' is missing, which ssh:// and sftp:// need: pip install 'airflow-gpu[sftp]'"
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Session:
         self._ssh = asyncssh
         self._arguments = _arguments(asyncssh, where, options)
         self._key_file = (options.get("key_file"), options.get("private_key_passphrase"))
-        self._open: tuple[Any, Any] | None = None  # connection and SFTP client
+        self._open: tuple[Any, Any] | None = None  # connection, and SFTP client once one was wanted
         self._links: tuple[Any, bool] | None = None  # of a client
         self._opening: asyncio.Lock | None = None  # made in the loop that it is used in
         self._connections: list[Any] = []  # for the end, when this object is gone
@@ -121,16 +124,38 @@ class Session:
             return known[1]
         return self.run(asked)
 
-    async def _run(self, work: Callable[[Any], Awaitable[T]], client: Any) -> T:
-        used = None
+    async def command(
+        self, line: str, stdin: bytes = b"", timeout: float | None = None
+    ) -> tuple[int, str, str]:
+        """Exit code, output and errors of a command, from whatever event loop; 255 for one that ended by a signal.
+
+        :raises OSError: as of :meth:`run`; with ``ECONNRESET`` the command may have been run or not.
+        """
+
+        async def run(connection: Any) -> tuple[int, str, str]:
+            done = await connection.run(line, input=stdin, encoding=None, check=False)
+            code = done.exit_status if done.exit_status is not None else 255
+            return code, _text(done.stdout), _text(done.stderr)
+
+        future = asyncio.run_coroutine_threadsafe(self._run(run, None, timeout, files=False), _loop())
+        return await asyncio.wrap_future(future)
+
+    async def _run(
+        self,
+        work: Callable[[Any], Awaitable[T]],
+        client: Any,
+        timeout: float | None = None,
+        files: bool = True,
+    ) -> T:
+        used, limit = None, timeout or self.timeout
         try:
-            used = await self._opened() if client is None else self._open
+            used = await self._opened(files) if client is None else self._open
             if used is None or client not in (None, used[1]):
                 raise _lost("the connection was lost")
-            return await asyncio.wait_for(_awaited(work, used[1]), self.timeout)
+            return await asyncio.wait_for(_awaited(work, used[1] if files else used[0]), limit)
         except TimeoutError:
             self._drop(used)
-            raise _lost(f"no answer within {self.timeout:g} s") from None
+            raise _lost(f"no answer within {limit:g} s") from None
         except self._ssh.SFTPError as error:
             if isinstance(error, (self._ssh.SFTPConnectionLost, self._ssh.SFTPNoConnection)):
                 self._drop(used)
@@ -139,15 +164,23 @@ class Session:
             self._drop(used)
             raise self._refused(error) from None
 
-    async def _opened(self) -> tuple[Any, Any]:
+    async def _opened(self, files: bool) -> tuple[Any, Any]:
         if self._opening is None:
             self._opening = asyncio.Lock()
         async with self._opening:
             if self._open is None:
-                self._open = await asyncio.wait_for(self._connect(), self.timeout)
+                self._open = await asyncio.wait_for(self._connect(), self.timeout), None
+            if files and self._open[1] is None:
+                # Names are bytes there; what is no UTF-8 keeps its bytes.
+                client = self._open[0].start_sftp_client(path_errors="surrogateescape")
+                try:
+                    self._open = self._open[0], await asyncio.wait_for(client, self.timeout)
+                except BaseException:
+                    self._drop(self._open)
+                    raise
             return self._open
 
-    async def _connect(self) -> tuple[Any, Any]:
+    async def _connect(self) -> Any:
         arguments = dict(self._arguments)
         try:
             if self._key_file[0]:
@@ -165,20 +198,14 @@ class Session:
             raise _lost(f"no connection: {error.strerror or error}") from None
         except ValueError as error:  # known_hosts, ~/.ssh/config or a default key
             raise OSError(errno.EINVAL, f"cannot log in: {_words(error)}") from None
-        try:
-            # Names are bytes there; what is no UTF-8 keeps its bytes.
-            client = await connection.start_sftp_client(path_errors="surrogateescape")
-        except BaseException:
-            connection.abort()
-            raise
         self._connections[:] = [connection]
-        return connection, client
+        return connection
 
     def _drop(self, used: tuple[Any, Any] | None) -> None:
         """Have the next caller connect anew; those that still wait on this connection hear of it at once."""
         if used is not None:
             used[0].abort()
-            if self._open is used:
+            if self._open is not None and self._open[0] is used[0]:
                 self._open = None
 
     def _refused(self, error: Any) -> OSError:
@@ -218,6 +245,10 @@ class Session:
 
 async def _awaited(work: Callable[[Any], Awaitable[T]], client: Any) -> T:
     return await work(client)
+
+
+def _text(data: Any) -> str:
+    return bytes(data or b"").decode("utf-8", "replace")
 
 
 def _lost(why: str) -> OSError:
@@ -305,7 +336,7 @@ def _loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _running is None:
             _running = asyncio.new_event_loop()
-            threading.Thread(target=_running.run_forever, name="airflow-gpu-sftp", daemon=True).start()
+            threading.Thread(target=_running.run_forever, name="airflow-gpu-ssh", daemon=True).start()
         return _running
 
 

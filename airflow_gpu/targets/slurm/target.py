@@ -1,0 +1,581 @@
+"""A Slurm cluster as a place that can run gangs.
+
+Purpose: the methods of :class:`~airflow_gpu.targets.base.Target` on top of one way of access.
+A gang is one batch job with one agent on each node; Slurm places and starts it whole.
+
+How a job is found: by its number where it is known, else by its name, which is the same for the
+same attempt for ever; whose it is says its comment. Slurm has no create-if-absent: a submit
+looks first, and looks again afterwards; of two jobs of one name the older one counts and the
+other is ended. Should both run for a moment, only one can claim the life.
+
+What it does not do: trust a word of Slurm further than it goes. A job that the controller has
+forgotten is asked for in accounting; where there is none it is gone, and the run directory decides.
+
+Limits: names of hosts that failed are known where Slurm still shows them as down.
+
+Example::
+
+    target = SlurmTarget("slurm_h100", config, access, files)
+    await target.submit(job)
+    (await target.observe([ref]))[ref.name].state
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, Final, Protocol
+from weakref import WeakValueDictionary
+
+from airflow_gpu.gang.run import State
+from airflow_gpu.gang.spec import Gang
+from airflow_gpu.targets.base import (
+    PAYLOAD,
+    Capabilities,
+    Job,
+    JobRef,
+    Listed,
+    LogChunk,
+    NameTaken,
+    NotConfigured,
+    Offer,
+    Rejected,
+    Sighting,
+    TargetError,
+)
+from airflow_gpu.targets.slurm import shape
+from airflow_gpu.targets.slurm.access import Access, NoAccounting
+from airflow_gpu.targets.slurm.batch import Batch, packed, script
+from airflow_gpu.targets.slurm.config import FOLDER, SlurmConfig
+from airflow_gpu.targets.slurm.identity import incarnation_of, of_comment, to_comment
+from airflow_gpu.targets.slurm.records import Record, hosts
+from airflow_gpu.targets.slurm.words import state_of, words_for
+
+LOG_CHUNK: Final = 64 * 1024
+
+NOTICE: Final = "USR1"
+"""Signal by which agents are told to end when the cluster's KillWait is too short for the grace."""
+
+LIMIT_MARGIN: Final = 60
+"""Seconds by which Slurm may send the warning of its time limit too early."""
+
+KILL_WAIT: Final = 30.0
+"""Slurm's default, where the cluster's own cannot be read."""
+
+NODES_AGE: Final = 10.0
+"""Seconds for which a list of the cluster's nodes will do: many gangs ask for offers at once."""
+
+MIB: Final = 1 << 20
+
+
+class Files(Protocol):
+    """A folder that Airflow and the nodes share, as Airflow reaches it. Paths are relative."""
+
+    async def read(self, path: str, start: int, size: int) -> bytes:
+        """A piece of a file; empty where it is not there. Raises TargetError."""
+        ...
+
+    async def put_private(self, path: str, data: bytes) -> None:
+        """A file that only its owner can read, whole or not at all. Raises TargetError."""
+        ...
+
+    async def remove(self, path: str) -> None:
+        """No error when it is not there. Raises TargetError."""
+        ...
+
+
+class SlurmTarget:
+    """One cluster, as one connection names it.
+
+    :param files: the channel's folder; None where the nodes share no folder with Airflow.
+    :param secrets: where secrets are put for the jobs, and that folder as the nodes see it; None: gangs with secrets are refused.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: SlurmConfig,
+        access: Access,
+        files: Files | None = None,
+        secrets: tuple[Files, str] | None = None,
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.capabilities = Capabilities(
+            notices=True,
+            requeues=config.requeue,
+            excludes_hosts=True,
+            shared_path=config.shared_folder is not None,
+            priorities=True,
+            grace=config.grace,
+        )
+        self.job_store: Mapping[str, Any] = {}
+        self.folders: tuple[Any, ...] = ()  # those of files and secrets, for whoever knows their log-in
+        self._access = access
+        self._files = files
+        self._secrets = secrets
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._ids: dict[str, int] = {}  # of jobs that were found by their names
+        self._nodes: tuple[float, list[Any]] | None = None
+        self._kill_wait: float | None = None
+
+    @property
+    def channel(self) -> str:
+        return self.config.channel_uri
+
+    @property
+    def job_channel(self) -> str:
+        folder = self.config.shared_folder
+        return self.config.channel_uri if folder is None else folder
+
+    @property
+    def python(self) -> str:
+        return self.config.python
+
+    # -- submitting
+
+    async def submit(self, job: Job) -> str:
+        turn = self._turns.setdefault(job.name, asyncio.Lock())
+        async with turn:
+            found = await self._named(job.name)
+            if not found:
+                found = await self._forgotten(job.name)
+            if found:
+                return str(self._adopted(job, found).id)
+            batch = self._batch(job)
+            await self._put_secrets(job)
+            number = await self._access.submit(batch)
+            # Another driver may have looked at the same moment. Both look again, and see the same.
+            for other in sorted(await self._named(job.name), key=lambda record: record.id):
+                if other.id < number and not _over(other) and _ours(other, job.labels, job.digest):
+                    await self._access.cancel(number)
+                    number = other.id
+                    break
+            self._ids[job.name] = number
+            return str(number)
+
+    async def _named(self, name: str) -> list[Record]:
+        return [record for record in await self._access.mine() if record.name == name]
+
+    async def _forgotten(self, name: str) -> list[Record]:
+        try:
+            return await self._access.history_of(name)
+        except NoAccounting:
+            return []
+
+    def _adopted(self, job: Job, found: list[Record]) -> Record:
+        strangers = [record for record in found if not _ours(record, job.labels, job.digest)]
+        mine = [record for record in found if record not in strangers]
+        if not mine:
+            raise NameTaken(
+                f"{self.name}: job {strangers[0].id} has the name {job.name!r} and is of another incarnation or request"
+            )
+        record = _counting(mine)
+        if state_of(record.states, record.reason, record.description)[1] is State.CANCELLED:
+            raise NameTaken(f"{self.name}: job {record.id} ({job.name}) is being cancelled")
+        return record
+
+    def _batch(self, job: Job) -> Batch:
+        config = self.config
+        if job.image is not None and not config.container:
+            raise Rejected(
+                f"{self.name}: image {job.image!r} was asked for; set 'container' of the connection to how the cluster "
+                "runs containers (pyxis, apptainer, oci)"
+            )
+        payload = _carried_to(job)
+        placed = job.placed(payload) if job.files else job
+        if PAYLOAD in placed.payload:
+            raise Rejected(
+                f"{self.name}: job {job.name!r} has neither a payload in a folder nor files to carry"
+            )
+        folder = job.payload if not job.files else ""
+        if folder and not FOLDER.fullmatch(folder):
+            raise Rejected(
+                f"{self.name}: the run directory {folder!r} has signs in its path that sbatch would not take as they are"
+            )
+        environment = {"GANG_SECRETS_FILE": self._secrets_path(job)} if job.secrets else {}
+        cpus = math.ceil(job.cpus) if job.cpus else (config.cpus_per_gpu or 0) * job.gpus_per_node or None
+        memory = (
+            math.ceil(job.memory / MIB)
+            if job.memory
+            else (config.memory_per_gpu or 0) * job.gpus_per_node or None
+        )
+        grace = math.ceil(job.stop_grace)
+        return Batch(
+            name=job.name,
+            comment=to_comment(job.labels, job.digest, job.channel),
+            nodes=job.nodes,
+            minutes=max(1, math.ceil((job.time_limit + grace + LIMIT_MARGIN) / 60)),
+            output=f"{folder}/slurm-%j.log" if folder else "/dev/null",
+            folder=config.work_folder,
+            script=script(
+                self._argv(placed),
+                nodes=job.nodes,
+                job_name=job.name,
+                login_shell=config.login_shell,
+                modules=config.modules,
+                prologue=config.prologue,
+                srun_options=self._srun_options(job),
+                mpi=config.mpi,
+                output=f"{folder}/slurm-%j-%n.log" if folder else "",
+                environment=environment,
+                files=job.files,
+                payload=payload,
+                requeue=config.requeue,
+            ),
+            gpus=job.gpus_per_node,
+            gres=config.gres,
+            gpu_type=config.gpu_type(job.accelerator),
+            cpus=cpus,
+            memory=memory,
+            partitions=config.partition,
+            account=config.account,
+            qos=config.qos,
+            reservation=config.reservation,
+            constraint=config.constraint,
+            switches=_switches(job.topology),
+            exclusive=config.exclusive,
+            requeue=config.requeue,
+            nice=max(0, -job.priority),
+            excluded=job.exclude_hosts,
+            warning=("TERM", grace + LIMIT_MARGIN),
+            options=config.sbatch_options,
+            fields=tuple(config.rest_fields.items()),
+        )
+
+    def _argv(self, job: Job) -> tuple[str, ...]:
+        if job.image is None or self.config.container != "apptainer":
+            return job.argv
+        binds = [f"--bind={mount}" for mount in self._mounts(job)]
+        return ("apptainer", "exec", "--nv", *binds, job.image, *job.argv)
+
+    def _srun_options(self, job: Job) -> tuple[str, ...]:
+        options = list(self.config.srun_options)
+        if job.image is not None and self.config.container == "pyxis":
+            options += [f"--container-image={job.image}", f"--container-mounts={','.join(self._mounts(job))}"]
+        elif job.image is not None and self.config.container == "oci":
+            options.append(f"--container={job.image}")
+        return tuple(options)
+
+    def _mounts(self, job: Job) -> list[str]:
+        mine = [
+            folder
+            for folder in (self.config.shared_folder, self._secrets[1] if self._secrets else None)
+            if folder
+        ]
+        payload = [_carried_to(job)] if job.files else []
+        return [f"{folder}:{folder}" for folder in dict.fromkeys([*mine, *payload])] + list(
+            self.config.container_mounts
+        )
+
+    # -- secrets: a file of mode 0600 that the job's user owns, for as long as the attempt may start again
+
+    async def _put_secrets(self, job: Job) -> None:
+        if not job.secrets:
+            return
+        if self._secrets is None:
+            raise NotConfigured(
+                f"{self.name}: the gang has secrets, and there is no folder through which they reach the nodes: set "
+                "secrets_folder of the connection (sftp://user@login/home/user/secrets, with job_secrets_folder where "
+                "the nodes see it elsewhere)"
+            )
+        await self._secrets[0].put_private(_secrets_name(job.name), json.dumps(dict(job.secrets)).encode())
+
+    def _secrets_path(self, job: Job) -> str:
+        return f"{self._secrets[1]}/{_secrets_name(job.name)}" if self._secrets is not None else ""
+
+    # -- observing
+
+    async def observe(self, jobs: Collection[JobRef]) -> Mapping[str, Sighting]:
+        found, trouble = await self._found(jobs)
+        answer = {ref.name: await self._sighting(ref, found.get(ref.name), trouble) for ref in jobs}
+        if len(self._ids) > 2 * len(jobs) + 1000:
+            self._ids = {name: number for name, number in self._ids.items() if name in answer}
+        return answer
+
+    async def _found(self, jobs: Collection[JobRef]) -> tuple[dict[str, Record], str]:
+        """By name: the record of each job, and why accounting could not be asked for those that have none."""
+        numbers = {ref.name: number for ref in jobs if (number := self._number(ref)) is not None}
+        known = {record.id: record for record in await self._access.jobs(set(numbers.values()))}
+        # Another name means that numbers were given anew: the cluster has lost its state.
+        found = {
+            name: known[number]
+            for name, number in numbers.items()
+            if number in known and known[number].name == name
+        }
+        if len(numbers) < len(jobs) or any(
+            number in known and name not in found for name, number in numbers.items()
+        ):
+            mine = await self._access.mine()
+            for ref in jobs:
+                same = [record for record in mine if record.name == ref.name and ref.name not in found]
+                ours = [record for record in same if _ours(record, ref.labels, ref.digest)]
+                if same:
+                    record = found[ref.name] = _counting(ours or same)
+                    self._ids |= {ref.name: record.id} if ours else {}
+        forgotten = {
+            name: number for name, number in numbers.items() if name not in found and number not in known
+        }
+        if not forgotten:
+            return found, ""
+        try:
+            past = {record.id: record for record in await self._access.history(forgotten.values())}
+        except NoAccounting:
+            return found, ""
+        except TargetError as error:
+            return found, str(error)
+        names = {name: past[number] for name, number in forgotten.items() if number in past}
+        return found | {name: record for name, record in names.items() if record.name == name}, ""
+
+    async def _sighting(self, ref: JobRef, record: Record | None, trouble: str = "") -> Sighting:
+        if record is None:
+            number = self._number(ref)
+            if trouble and number is not None:
+                return Sighting(
+                    State.UNKNOWN, "forgotten", f"the controller has forgotten it, and {trouble}", str(number)
+                )
+            return Sighting(State.GONE, "", "Slurm knows no such job")
+        if not _ours(record, ref.labels, ref.digest):
+            return Sighting(
+                State.UNKNOWN, record.native, "the job of that name is somebody else's", str(record.id)
+            )
+        state, ending = state_of(record.states, record.reason, record.description)
+        if record.accounting and not state.ended:
+            # The controller does not know it, so it does not run; accounting has not heard of its end.
+            return Sighting(
+                State.UNKNOWN,
+                record.native,
+                "the controller has forgotten it; accounting says that it goes on",
+                str(record.id),
+            )
+        names = hosts(record.nodes)
+        waits = state in (State.QUEUED, State.REJECTED) or (
+            state is State.NODE_LOST and "PENDING" in record.states
+        )
+        reason = words_for(record.reason, record.description) if waits else ""
+        lost = names if state is State.NODE_LOST or ending is State.NODE_LOST else ()
+        again = state is State.RUNNING and "PENDING" in record.states
+        return Sighting(
+            state=state,
+            native=record.native,
+            reason=reason or _why(record, state),
+            platform_id=str(record.id),
+            # Started again before the last life has ended: until then it is the last life that is seen.
+            restart=max(0, record.restarts - 1) if again else record.restarts,
+            since=_since(record, state),
+            ending=ending,
+            hosts=names if state in (State.RUNNING, State.STARTING) else (),
+            blamed_hosts=await self._down(lost) if lost else (),
+        )
+
+    async def _down(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Those of a lost job's nodes that Slurm shows as down."""
+        try:
+            nodes = await self._known_nodes()
+        except TargetError:
+            return ()
+        return tuple(node.name for node in nodes if node.name in names and shape.AWAY & set(node.states))
+
+    def _number(self, ref: JobRef) -> int | None:
+        if ref.platform_id and ref.platform_id.isdecimal():
+            return int(ref.platform_id)
+        return self._ids.get(ref.name)
+
+    # -- ending
+
+    async def cancel(self, job: JobRef, *, grace: float, since: float) -> None:
+        record = await self._living(job)
+        if record is None:
+            return
+        left = since + grace - time.time()
+        kill_wait = await self._wait_of_kill()
+        runs = state_of(record.states, record.reason, record.description)[0] is State.RUNNING
+        if runs and left > kill_wait:
+            # Only the agents hear of it, and have the whole grace; the end comes with a later call, or by their own.
+            await self._access.signal(record.id, NOTICE)
+            return
+        await self._access.cancel(record.id)
+
+    async def _living(self, job: JobRef) -> Record | None:
+        number = self._number(job)
+        found = await self._access.jobs([number]) if number is not None else await self._named(job.name)
+        mine = [
+            record for record in found if record.name == job.name and _ours(record, job.labels, job.digest)
+        ]
+        record = _counting(mine) if mine else None
+        return None if record is None or _over(record) else record
+
+    async def _wait_of_kill(self) -> float:
+        if self._kill_wait is None:
+            found = await self._access.kill_wait()
+            self._kill_wait = KILL_WAIT if found is None else found
+        return self._kill_wait
+
+    async def forget(self, job: JobRef) -> None:
+        record = await self._living(job)
+        if record is not None:  # it waits for what will never be, or is a twin
+            await self._access.cancel(record.id)
+        self._ids.pop(job.name, None)
+        if self._secrets is not None:
+            await self._secrets[0].remove(_secrets_name(job.name))
+
+    # -- looking
+
+    async def logs(self, job: JobRef, node: int, since: str = "") -> LogChunk:
+        if since and not since.isdecimal():
+            raise TargetError(f"{since!r} is no position in a log")
+        start = int(since or 0)
+        number = self._number(job)
+        root = f"{self.config.channel_uri}/"
+        if self._files is None or number is None or not job.channel.startswith(root):
+            return LogChunk("", str(start))
+        folder = f"{job.channel[len(root) :]}/payload/{job.attempt:04d}"
+        data = await self._files.read(f"{folder}/slurm-{number}-{node}.log", start, LOG_CHUNK)
+        if not data and start == 0 and node == 0:
+            data = await self._files.read(
+                f"{folder}/slurm-{number}.log", 0, LOG_CHUNK
+            )  # srun itself did not come so far
+            return LogChunk(data.decode("utf-8", "replace"), "0")
+        return LogChunk(data.decode("utf-8", "replace"), str(start + len(data)))
+
+    async def inventory(self, labels: Mapping[str, str]) -> list[Listed]:
+        found = []
+        for record in await self._access.mine():
+            told = of_comment(record.comment)
+            if told is None or any(told[0].get(name) != value for name, value in labels.items()):
+                continue
+            theirs, digest, channel = told
+            attempt = theirs.get("airflow-gpu/attempt", "0")
+            ref = JobRef(
+                record.name,
+                theirs,
+                int(attempt) if attempt.isdecimal() else 0,
+                digest,
+                str(record.id),
+                channel,
+            )
+            found.append(Listed(ref, await self._sighting(ref, record), record.submitted))
+        return found
+
+    async def offers(self, gang: Gang) -> list[Offer]:
+        config = self.config
+        kind = config.gpu_type(gang.accelerator)
+        cpus = math.ceil(gang.cpus) if gang.cpus else (config.cpus_per_gpu or 0) * gang.gpus_per_node or None
+        memory = (
+            math.ceil(gang.memory / MIB)
+            if gang.memory
+            else (config.memory_per_gpu or 0) * gang.gpus_per_node or None
+        )
+        wanted = shape.Wanted(
+            nodes=gang.nodes,
+            gpus=gang.gpus_per_node,
+            gpu_type=kind,
+            gres=config.gres,
+            cpus=cpus,
+            memory=memory,
+            exclusive=config.exclusive,
+            partitions=config.partition,
+        )
+        fit = shape.fit(await self._known_nodes(), wanted)
+        reason = fit.reason
+        if gang.image and not config.container:
+            reason = f"image {gang.image!r} was asked for; the connection does not say how the cluster runs containers"
+        return [
+            Offer(
+                target=self.name,
+                accelerator=gang.accelerator or (fit.types[0] if fit.types else None),
+                provisioning="owned",
+                price_per_node_hour=config.price_per_gpu_hour * gang.gpus_per_node,
+                source="nodes as Slurm shows them; price declared in the connection",
+                at=time.time(),
+                free_nodes=fit.free,
+                total_nodes=fit.able,
+                reason=reason,
+                blocked=fit.blocked,
+            )
+        ]
+
+    async def describe(self) -> str:
+        """The cluster in one sentence, for a person who tests the connection."""
+        nodes = await self._known_nodes()
+        mine = [
+            node
+            for node in nodes
+            if not self.config.partition or set(self.config.partition) & set(node.partitions)
+        ]
+        total = sum(shape.gpus(node.gres, self.config.gres) for node in mine)
+        up = sum(not shape.AWAY & set(node.states) for node in mine)
+        return f"Slurm answers: {len(mine)} nodes, {up} up, {total} GPUs; gangs run below {self.channel}"
+
+    async def _known_nodes(self) -> list[Any]:
+        now = time.monotonic()
+        if self._nodes is None or now - self._nodes[0] > NODES_AGE:
+            self._nodes = now, await self._access.nodes()
+        return self._nodes[1]
+
+    async def close(self) -> None:
+        await self._access.close()
+
+
+def _ours(record: Record, labels: Mapping[str, str], digest: str) -> bool:
+    """Whether a job is the one that these labels and this digest speak of. Accounting may have no comment: then the
+    name says it, in which the incarnation is hashed."""
+    told = of_comment(record.comment)
+    if told is None:
+        return record.accounting and not record.comment
+    return incarnation_of(told[0]) == incarnation_of(labels) and told[1] == digest
+
+
+def _over(record: Record) -> bool:
+    state, _ = state_of(record.states, record.reason, record.description)
+    return state.ended and "PENDING" not in record.states
+
+
+def _counting(found: list[Record]) -> Record:
+    """Of several jobs of one name the one that counts: the oldest that lives, else the oldest."""
+    return min(found, key=lambda record: (_over(record), record.id))
+
+
+def _since(record: Record, state: State) -> float | None:
+    if state.ended:
+        return record.ended
+    return record.started if state in (State.RUNNING, State.STARTING) else record.submitted
+
+
+def _why(record: Record, state: State) -> str:
+    if state is State.UNKNOWN:
+        return f"Slurm says {record.native}, which is in no table of this version"
+    if state is State.FAILED and record.exit_code:
+        return f"the batch script ended with {record.exit_code}"
+    if state is State.FAILED and record.signal:
+        return f"the batch script was ended by signal {record.signal}"
+    return ""
+
+
+def _switches(topology: str | None) -> int | None:
+    """``switches=1``, or a bare number: at most so many leaf switches."""
+    if topology is None:
+        return None
+    text = topology.removeprefix("switches=")
+    if not text.isdecimal() or int(text) < 1:
+        raise Rejected(
+            f"topology {topology!r}: on Slurm it is 'switches=1', the most leaf switches that the nodes may span"
+        )
+    return int(text)
+
+
+def _carried_to(job: Job) -> str:
+    """The folder of a carried payload. In /tmp others write, too: nobody who does not know the run can guess its name."""
+    return (
+        f"/tmp/airflow-gpu-{job.name}-{hashlib.sha256(packed(job.files)).hexdigest()[:16]}"
+        if job.files
+        else ""
+    )
+
+
+def _secrets_name(job: str) -> str:
+    return f".secrets-{job}.json"

@@ -25,7 +25,12 @@ def get_provider_info() -> dict[str, Any]:
             }
         ],
         "sensors": [{"integration-name": "GPU gangs", "python-modules": ["airflow_gpu.sensors.checkpoint"]}],
-        "hooks": [{"integration-name": "GPU gangs", "python-modules": ["airflow_gpu.hooks.local"]}],
+        "hooks": [
+            {
+                "integration-name": "GPU gangs",
+                "python-modules": ["airflow_gpu.hooks.local", "airflow_gpu.hooks.slurm"],
+            }
+        ],
         "triggers": [
             {
                 "integration-name": "GPU gangs",
@@ -61,14 +66,56 @@ def get_provider_info() -> dict[str, Any]:
                     "grace": _number(
                         "Grace (seconds)", "From the notice of a preemption to the kill. Default: 30"
                     ),
-                    "requeue": {
-                        "label": "Requeue",
-                        "description": "Start a preempted gang again by itself, as Slurm does",
-                        "schema": {"type": ["boolean", "null"]},
-                    },
+                    "requeue": _flag("Requeue", "Start a preempted gang again by itself, as Slurm does"),
                     "python": _text("Python", "Interpreter for the ranks. Default: the one Airflow runs in"),
                 },
-            }
+            },
+            {
+                "connection-type": "slurm",
+                "hook-class-name": "airflow_gpu.hooks.slurm.SlurmGangHook",
+                "hook-name": "GPU gangs: Slurm",
+                "ui-field-behaviour": {
+                    "hidden-fields": ["port", "schema"],
+                    "relabeling": {"host": "URL", "login": "User", "password": "Token (JWT) or SSH password"},
+                    "placeholders": {
+                        "host": "https://slurm:6820, ssh://user@login or local",
+                        "login": "whose jobs they are",
+                    },
+                },
+                "conn-fields": {
+                    "channel": _text(
+                        "Channel",
+                        "Where gangs put records, logs and checkpoints, as Airflow reaches it: sftp://user@login/shared/gangs, "
+                        "a mounted folder, or s3://bucket/prefix, gs://, az:// (credentials: [gpu] store_conn_ids)",
+                    ),
+                    "job_channel": _text(
+                        "Channel on the nodes",
+                        "The same folder as the nodes see it. Default: the channel's path",
+                    ),
+                    "partition": _text("Partition", "One or several, with commas. Default: the cluster's"),
+                    "account": _text("Account", "Default: the user's"),
+                    "qos": _text("QOS", "Default: the user's"),
+                    "gpu_types": {
+                        "label": "GPU types",
+                        "description": 'Names in DAGs and types in gres.conf: {"H100": "h100"}. Default: in lower case',
+                        "schema": {"type": ["object", "null"]},
+                    },
+                    "exclusive": _flag("Whole nodes", "Each node is the gang's alone"),
+                    "requeue": _flag("Requeue", "Slurm starts a preempted gang again by itself"),
+                    "grace": _number(
+                        "Grace (seconds)", "GraceTime of the QOS or partition that is preempted"
+                    ),
+                    "python": _text("Python", "Interpreter on the nodes, 3.8 or later. Default: python3"),
+                    "key_file": _text(
+                        "SSH key file", "For ssh://, token_ssh and sftp://. Default: as ssh has it"
+                    ),
+                    "host_key": _text("SSH host key", "As in known_hosts. Default: ~/.ssh/known_hosts"),
+                    "token_ssh": _text(
+                        "Token by SSH",
+                        "ssh://user@login, where 'scontrol token' is run. Default: the token above",
+                    ),
+                },
+            },
         ],
         "extra-links": [
             "airflow_gpu.links.gang.LogsLink",
@@ -117,6 +164,10 @@ def _text(label: str, description: str) -> dict[str, Any]:
 
 def _number(label: str, description: str) -> dict[str, Any]:
     return {"label": label, "description": description, "schema": {"type": ["integer", "null"]}}
+
+
+def _flag(label: str, description: str) -> dict[str, Any]:
+    return {"label": label, "description": description, "schema": {"type": ["boolean", "null"]}}
 
 
 def _option(description: str, example: str, default: str = "") -> dict[str, Any]:

@@ -57,12 +57,13 @@ class Access(Protocol):
         """All jobs of the user that the controller knows."""
         ...
 
-    async def history(self, ids: Collection[int]) -> list[Record]:
-        """The newest life of each, from accounting. Raises NoAccounting where there is none."""
+    async def named(self, name: str, *, sure: bool) -> list[Record]:
+        """Those of a name, also ones that the controller has forgotten where accounting knows them. Without ``sure`` a job
+        of the last seconds may be missing, where that is much cheaper."""
         ...
 
-    async def history_of(self, name: str) -> list[Record]:
-        """The same for all jobs of a name."""
+    async def history(self, ids: Collection[int]) -> list[Record]:
+        """The newest life of each, from accounting. Raises NoAccounting where there is none."""
         ...
 
     async def signal(self, job: int, name: str) -> None:

@@ -93,6 +93,7 @@ class Batch:
             ("time", self.minutes),
             ("signal", f"{self.warning[0]}@{self.warning[1]}" if self.warning else None),
             ("nice", self.nice or None),
+            ("dependency", "singleton"),  # of two jobs of one attempt the second waits
             ("exclude", ",".join(self.excluded)),
             ("output", self.output),
             ("open-mode", "append"),
@@ -116,6 +117,7 @@ class Batch:
             "tasks_per_node": 1,
             "time_limit": set_number(self.minutes),
             "requeue": self.requeue,
+            "dependency": "singleton",
             "standard_output": self.output,
             "open_mode": ["APPEND"] if version >= 40 else "append",
             "current_working_directory": self.folder,

@@ -135,9 +135,11 @@ class Commands:
         return [record for record in await self.mine() if record.id in wanted] if wanted else []
 
     async def mine(self) -> list[Record]:
-        out = await self._ask(
-            ["squeue", "--noheader", "--all", "--me", "--states=all", f"--Format={records.SQUEUE_FORMAT}"]
-        )
+        return await self._squeue()
+
+    async def _squeue(self, *which: str) -> list[Record]:
+        form = f"--Format={records.SQUEUE_FORMAT}"
+        out = await self._ask(["squeue", "--noheader", "--all", "--me", "--states=all", form, *which])
         try:
             return records.of_squeue(out)
         except Undecodable as error:
@@ -150,9 +152,15 @@ class Commands:
             found += await self._sacct(["--jobs", ",".join(map(str, wanted[at : at + MOST_NAMED]))])
         return list(records.latest(found).values())
 
-    async def history_of(self, name: str) -> list[Record]:
-        found = await self._sacct(["--name", name, "--starttime", "now-30days"])
-        return [record for record in records.latest(found).values() if record.name == name]
+    async def named(self, name: str, *, sure: bool) -> list[Record]:
+        now = [record for record in await self._squeue("--name", name) if record.name == name]
+        if now:
+            return now
+        try:
+            past = await self._sacct(["--name", name, "--starttime", "now-30days"])
+        except NoAccounting:
+            return []
+        return [record for record in records.latest(past).values() if record.name == name]
 
     async def signal(self, job: int, name: str) -> None:
         await self._order(["scancel", "--signal", name, str(job)])

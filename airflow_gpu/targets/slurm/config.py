@@ -14,6 +14,7 @@ Example::
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -176,9 +177,18 @@ def _lines(value: Any) -> Any:
     return tuple(value.splitlines()) if isinstance(value, str) else value
 
 
+def _table(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError("must be a JSON object of names and values") from None
+
+
 Names = Annotated[tuple[str, ...], BeforeValidator(_split)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_shell_words)]
 Lines = Annotated[tuple[str, ...], BeforeValidator(_lines)]
+Types = Annotated[Mapping[str, str], BeforeValidator(_table)]
+Table = Annotated[Mapping[str, Any], BeforeValidator(_table)]
 
 
 class SlurmConfig(BaseModel):
@@ -251,7 +261,7 @@ class SlurmConfig(BaseModel):
     qos: str | None = None
     reservation: str | None = None
     constraint: str | None = None
-    gpu_types: Mapping[str, str] = Field(default_factory=dict)
+    gpu_types: Types = Field(default_factory=dict)
     gres: str = "gpu"
     cpus_per_gpu: int | None = Field(None, ge=1)
     memory_per_gpu: int | None = Field(None, ge=1)
@@ -262,7 +272,7 @@ class SlurmConfig(BaseModel):
     mpi: str = "none"
     login_shell: bool = True
     sbatch_options: Words = ()
-    rest_fields: Mapping[str, Any] = Field(default_factory=dict)
+    rest_fields: Table = Field(default_factory=dict)
     srun_options: Words = ()
     container: Literal["", "pyxis", "apptainer", "oci"] = ""
     container_mounts: Names = ()

@@ -5,8 +5,9 @@ A gang is one batch job with one agent on each node; Slurm places and starts it 
 
 How a job is found: by its number where it is known, else by its name, which is the same for the
 same attempt for ever; whose it is says its comment. Slurm has no create-if-absent: a submit
-looks first, and looks again afterwards; of two jobs of one name the older one counts and the
-other is ended. Should both run for a moment, only one can claim the life.
+looks first. Should two drivers have submitted one attempt in the same second, the second job waits
+for the end of the first (``--dependency=singleton``), can claim no life, and goes when the
+attempt is over; what happened to it then is nobody's business.
 
 What it does not do: trust a word of Slurm further than it goes. A job that the controller has
 forgotten is asked for in accounting; where there is none it is gone, and the run directory decides.
@@ -69,6 +70,9 @@ KILL_WAIT: Final = 30.0
 NODES_AGE: Final = 10.0
 """Seconds for which a list of the cluster's nodes will do: many gangs ask for offers at once."""
 
+REMEMBERED: Final = 10_000
+"""Names of jobs that this process has submitted."""
+
 MIB: Final = 1 << 20
 
 
@@ -119,6 +123,7 @@ class SlurmTarget:
         self._files = files
         self._secrets = secrets
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._tried: dict[str, None] = {}  # names that this process has tried to submit, the oldest first
         self._ids: dict[str, int] = {}  # of jobs that were found by their names
         self._nodes: tuple[float, list[Any]] | None = None
         self._kill_wait: float | None = None
@@ -141,31 +146,18 @@ class SlurmTarget:
     async def submit(self, job: Job) -> str:
         turn = self._turns.setdefault(job.name, asyncio.Lock())
         async with turn:
-            found = await self._named(job.name)
-            if not found:
-                found = await self._forgotten(job.name)
+            # A submit whose reply got lost here may be seconds old; another process's has had longer to show.
+            found = await self._access.named(job.name, sure=job.name in self._tried)
             if found:
                 return str(self._adopted(job, found).id)
             batch = self._batch(job)
             await self._put_secrets(job)
+            self._tried[job.name] = None
             number = await self._access.submit(batch)
-            # Another driver may have looked at the same moment. Both look again, and see the same.
-            for other in sorted(await self._named(job.name), key=lambda record: record.id):
-                if other.id < number and not _over(other) and _ours(other, job.labels, job.digest):
-                    await self._access.cancel(number)
-                    number = other.id
-                    break
             self._ids[job.name] = number
+            for name in list(self._tried)[:-REMEMBERED]:
+                del self._tried[name]
             return str(number)
-
-    async def _named(self, name: str) -> list[Record]:
-        return [record for record in await self._access.mine() if record.name == name]
-
-    async def _forgotten(self, name: str) -> list[Record]:
-        try:
-            return await self._access.history_of(name)
-        except NoAccounting:
-            return []
 
     def _adopted(self, job: Job, found: list[Record]) -> Record:
         strangers = [record for record in found if not _ours(record, job.labels, job.digest)]
@@ -402,7 +394,8 @@ class SlurmTarget:
 
     async def _living(self, job: JobRef) -> Record | None:
         number = self._number(job)
-        found = await self._access.jobs([number]) if number is not None else await self._named(job.name)
+        ask = self._access
+        found = await (ask.jobs([number]) if number is not None else ask.named(job.name, sure=True))
         mine = [
             record for record in found if record.name == job.name and _ours(record, job.labels, job.digest)
         ]
@@ -416,9 +409,11 @@ class SlurmTarget:
         return self._kill_wait
 
     async def forget(self, job: JobRef) -> None:
-        record = await self._living(job)
-        if record is not None:  # it waits for what will never be, or is a twin
-            await self._access.cancel(record.id)
+        for record in await self._access.named(
+            job.name, sure=True
+        ):  # what waits for what will never be, and twins
+            if not _over(record) and _ours(record, job.labels, job.digest):
+                await self._access.cancel(record.id)
         self._ids.pop(job.name, None)
         if self._secrets is not None:
             await self._secrets[0].remove(_secrets_name(job.name))

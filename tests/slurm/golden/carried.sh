@@ -6,6 +6,7 @@
 #SBATCH --gres=gpu:8
 #SBATCH --time=1443
 #SBATCH --signal=TERM@180
+#SBATCH --dependency=singleton
 #SBATCH --output=/dev/null
 #SBATCH --open-mode=append
 #SBATCH --chdir=/tmp

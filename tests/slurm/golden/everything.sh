@@ -15,6 +15,7 @@
 #SBATCH --time=1443
 #SBATCH --signal=TERM@180
 #SBATCH --nice=1000
+#SBATCH --dependency=singleton
 #SBATCH --exclude=gpu03,gpu04
 #SBATCH --output=/shared/gangs/v1/prod/train/run-1/fit/_/abcdefghij/payload/0001/slurm-%j.log
 #SBATCH --open-mode=append

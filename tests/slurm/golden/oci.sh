@@ -6,6 +6,7 @@
 #SBATCH --gres=gpu:8
 #SBATCH --time=1443
 #SBATCH --signal=TERM@180
+#SBATCH --dependency=singleton
 #SBATCH --output=/shared/gangs/v1/prod/train/run-1/fit/_/abcdefghij/payload/0001/slurm-%j.log
 #SBATCH --open-mode=append
 #SBATCH --chdir=/tmp

@@ -107,7 +107,7 @@ def golden(name: str, text: str) -> None:
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script(name: str) -> None:
     fields, more = SCRIPTS[name]
-    batch = target(**fields)._batch(job(**more))
+    batch = target(**fields)._submission.batch(job(**more), more.get("exclude_hosts", ()))
     golden(f"{name}.sh", batch.text)
     subprocess.run(["bash", "-n"], input=batch.text.encode(), check=True)
 
@@ -117,14 +117,14 @@ def test_script(name: str) -> None:
 def test_rest(name: str, version: int) -> None:
     fields, more = SCRIPTS[name]
     fields = {key: value for key, value in fields.items() if key != "sbatch_options"}
-    batch = target(**fields)._batch(job(**more))
+    batch = target(**fields)._submission.batch(job(**more), more.get("exclude_hosts", ()))
     golden(
         f"{name}-v0.0.{version}.json", json.dumps(batch.rest_job(version), indent=1, sort_keys=True) + "\n"
     )
 
 
 def test_no_secret_in_what_is_submitted() -> None:
-    batch = target()._batch(job(secrets={"TOKEN": "hunter2-hunter2"}))
+    batch = target()._submission.batch(job(secrets={"TOKEN": "hunter2-hunter2"}))
     assert "hunter2" not in batch.text + json.dumps(batch.rest_job(42))
 
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_run() -> None:
         ({"payload": "/shared/a b/payload"}, "signs in its path"),
     ):
         with pytest.raises(Rejected, match=says):
-            target()._batch(job(**more))
+            target()._submission.batch(job(**more), more.get("exclude_hosts", ()))
 
 
 def test_a_payload_is_packed_the_same_each_time() -> None:

@@ -24,45 +24,36 @@ Example::
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-import math
 import time
 from collections.abc import Collection, Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from airflow_gpu.gang.run import State
 from airflow_gpu.gang.spec import Gang
 from airflow_gpu.targets.base import (
-    PAYLOAD,
     Capabilities,
     Job,
     JobRef,
     Listed,
     LogChunk,
     NameTaken,
-    NotConfigured,
     Offer,
-    Rejected,
     Sighting,
     TargetError,
 )
 from airflow_gpu.targets.slurm import shape
 from airflow_gpu.targets.slurm.access import Access, NoAccounting
-from airflow_gpu.targets.slurm.batch import Batch, packed, script
-from airflow_gpu.targets.slurm.config import FOLDER, SlurmConfig
-from airflow_gpu.targets.slurm.identity import incarnation_of, of_comment, to_comment
+from airflow_gpu.targets.slurm.config import SlurmConfig
+from airflow_gpu.targets.slurm.identity import incarnation_of, of_comment
 from airflow_gpu.targets.slurm.records import Record, hosts
+from airflow_gpu.targets.slurm.submission import Files, Submission
 from airflow_gpu.targets.slurm.words import state_of, words_for
 
 LOG_CHUNK: Final = 64 * 1024
 
 NOTICE: Final = "USR1"
 """Signal by which agents are told to end when the cluster's KillWait is too short for the grace."""
-
-LIMIT_MARGIN: Final = 60
-"""Seconds by which Slurm may send the warning of its time limit too early."""
 
 KILL_WAIT: Final = 30.0
 """Slurm's default, where the cluster's own cannot be read."""
@@ -72,24 +63,6 @@ NODES_AGE: Final = 10.0
 
 REMEMBERED: Final = 10_000
 """Names of jobs that this process has submitted."""
-
-MIB: Final = 1 << 20
-
-
-class Files(Protocol):
-    """A folder that Airflow and the nodes share, as Airflow reaches it. Paths are relative."""
-
-    async def read(self, path: str, start: int, size: int) -> bytes:
-        """A piece of a file; empty where it is not there. Raises TargetError."""
-        ...
-
-    async def put_private(self, path: str, data: bytes) -> None:
-        """A file that only its owner can read, whole or not at all. Raises TargetError."""
-        ...
-
-    async def remove(self, path: str) -> None:
-        """No error when it is not there. Raises TargetError."""
-        ...
 
 
 class SlurmTarget:
@@ -121,7 +94,7 @@ class SlurmTarget:
         self.folders: tuple[Any, ...] = ()  # those of files and secrets, for whoever knows their log-in
         self._access = access
         self._files = files
-        self._secrets = secrets
+        self._submission = Submission(name, config, secrets)
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tried: dict[str, None] = {}  # names that this process has tried to submit, the oldest first
         self._ids: dict[str, int] = {}  # of jobs that were found by their names
@@ -150,8 +123,8 @@ class SlurmTarget:
             found = await self._access.named(job.name, sure=job.name in self._tried)
             if found:
                 return str(self._adopted(job, found).id)
-            batch = self._batch(job)
-            await self._put_secrets(job)
+            batch = self._submission.batch(job, await self._excluded(job))
+            await self._submission.put_secrets(job)
             self._tried[job.name] = None
             number = await self._access.submit(batch)
             self._ids[job.name] = number
@@ -171,114 +144,13 @@ class SlurmTarget:
             raise NameTaken(f"{self.name}: job {record.id} ({job.name}) is being cancelled")
         return record
 
-    def _batch(self, job: Job) -> Batch:
-        config = self.config
-        if job.image is not None and not config.container:
-            raise Rejected(
-                f"{self.name}: image {job.image!r} was asked for; set 'container' of the connection to how the cluster "
-                "runs containers (pyxis, apptainer, oci)"
-            )
-        payload = _carried_to(job)
-        placed = job.placed(payload) if job.files else job
-        if PAYLOAD in placed.payload:
-            raise Rejected(
-                f"{self.name}: job {job.name!r} has neither a payload in a folder nor files to carry"
-            )
-        folder = job.payload if not job.files else ""
-        if folder and not FOLDER.fullmatch(folder):
-            raise Rejected(
-                f"{self.name}: the run directory {folder!r} has signs in its path that sbatch would not take as they are"
-            )
-        environment = {"GANG_SECRETS_FILE": self._secrets_path(job)} if job.secrets else {}
-        cpus = math.ceil(job.cpus) if job.cpus else (config.cpus_per_gpu or 0) * job.gpus_per_node or None
-        memory = (
-            math.ceil(job.memory / MIB)
-            if job.memory
-            else (config.memory_per_gpu or 0) * job.gpus_per_node or None
-        )
-        grace = math.ceil(job.stop_grace)
-        return Batch(
-            name=job.name,
-            comment=to_comment(job.labels, job.digest, job.channel),
-            nodes=job.nodes,
-            minutes=max(1, math.ceil((job.time_limit + grace + LIMIT_MARGIN) / 60)),
-            output=f"{folder}/slurm-%j.log" if folder else "/dev/null",
-            folder=config.work_folder,
-            script=script(
-                self._argv(placed),
-                nodes=job.nodes,
-                job_name=job.name,
-                login_shell=config.login_shell,
-                modules=config.modules,
-                prologue=config.prologue,
-                srun_options=self._srun_options(job),
-                mpi=config.mpi,
-                output=f"{folder}/slurm-%j-%n.log" if folder else "",
-                environment=environment,
-                files=job.files,
-                payload=payload,
-                requeue=config.requeue,
-            ),
-            gpus=job.gpus_per_node,
-            gres=config.gres,
-            gpu_type=config.gpu_type(job.accelerator),
-            cpus=cpus,
-            memory=memory,
-            partitions=config.partition,
-            account=config.account,
-            qos=config.qos,
-            reservation=config.reservation,
-            constraint=config.constraint,
-            switches=_switches(job.topology),
-            exclusive=config.exclusive,
-            requeue=config.requeue,
-            nice=max(0, -job.priority),
-            excluded=job.exclude_hosts,
-            warning=("TERM", grace + LIMIT_MARGIN),
-            options=config.sbatch_options,
-            fields=tuple(config.rest_fields.items()),
-        )
-
-    def _argv(self, job: Job) -> tuple[str, ...]:
-        if job.image is None or self.config.container != "apptainer":
-            return job.argv
-        binds = [f"--bind={mount}" for mount in self._mounts(job)]
-        return ("apptainer", "exec", "--nv", *binds, job.image, *job.argv)
-
-    def _srun_options(self, job: Job) -> tuple[str, ...]:
-        options = list(self.config.srun_options)
-        if job.image is not None and self.config.container == "pyxis":
-            options += [f"--container-image={job.image}", f"--container-mounts={','.join(self._mounts(job))}"]
-        elif job.image is not None and self.config.container == "oci":
-            options.append(f"--container={job.image}")
-        return tuple(options)
-
-    def _mounts(self, job: Job) -> list[str]:
-        mine = [
-            folder
-            for folder in (self.config.shared_folder, self._secrets[1] if self._secrets else None)
-            if folder
-        ]
-        payload = [_carried_to(job)] if job.files else []
-        return [f"{folder}:{folder}" for folder in dict.fromkeys([*mine, *payload])] + list(
-            self.config.container_mounts
-        )
-
-    # -- secrets: a file of mode 0600 that the job's user owns, for as long as the attempt may start again
-
-    async def _put_secrets(self, job: Job) -> None:
-        if not job.secrets:
-            return
-        if self._secrets is None:
-            raise NotConfigured(
-                f"{self.name}: the gang has secrets, and there is no folder through which they reach the nodes: set "
-                "secrets_folder of the connection (sftp://user@login/home/user/secrets, with job_secrets_folder where "
-                "the nodes see it elsewhere)"
-            )
-        await self._secrets[0].put_private(_secrets_name(job.name), json.dumps(dict(job.secrets)).encode())
-
-    def _secrets_path(self, job: Job) -> str:
-        return f"{self._secrets[1]}/{_secrets_name(job.name)}" if self._secrets is not None else ""
+    async def _excluded(self, job: Job) -> tuple[str, ...]:
+        """The hosts to leave out, as long as the gang fits without them."""
+        if not job.exclude_hosts:
+            return ()
+        wanted = self._submission.wanted(job.nodes, job.gpus_per_node, job.accelerator, job.cpus, job.memory)
+        left = [node for node in await self._known_nodes() if node.name not in job.exclude_hosts]
+        return () if shape.fit(left, wanted).reason else job.exclude_hosts
 
     # -- observing
 
@@ -409,14 +281,12 @@ class SlurmTarget:
         return self._kill_wait
 
     async def forget(self, job: JobRef) -> None:
-        for record in await self._access.named(
-            job.name, sure=True
-        ):  # what waits for what will never be, and twins
+        # What waits for what will never be, and twins.
+        for record in await self._access.named(job.name, sure=False):
             if not _over(record) and _ours(record, job.labels, job.digest):
                 await self._access.cancel(record.id)
         self._ids.pop(job.name, None)
-        if self._secrets is not None:
-            await self._secrets[0].remove(_secrets_name(job.name))
+        await self._submission.remove_secrets(job.name)
 
     # -- looking
 
@@ -458,22 +328,8 @@ class SlurmTarget:
 
     async def offers(self, gang: Gang) -> list[Offer]:
         config = self.config
-        kind = config.gpu_type(gang.accelerator)
-        cpus = math.ceil(gang.cpus) if gang.cpus else (config.cpus_per_gpu or 0) * gang.gpus_per_node or None
-        memory = (
-            math.ceil(gang.memory / MIB)
-            if gang.memory
-            else (config.memory_per_gpu or 0) * gang.gpus_per_node or None
-        )
-        wanted = shape.Wanted(
-            nodes=gang.nodes,
-            gpus=gang.gpus_per_node,
-            gpu_type=kind,
-            gres=config.gres,
-            cpus=cpus,
-            memory=memory,
-            exclusive=config.exclusive,
-            partitions=config.partition,
+        wanted = self._submission.wanted(
+            gang.nodes, gang.gpus_per_node, gang.accelerator, gang.cpus, gang.memory
         )
         fit = shape.fit(await self._known_nodes(), wanted)
         reason = fit.reason
@@ -549,28 +405,3 @@ def _why(record: Record, state: State) -> str:
     if state is State.FAILED and record.signal:
         return f"the batch script was ended by signal {record.signal}"
     return ""
-
-
-def _switches(topology: str | None) -> int | None:
-    """``switches=1``, or a bare number: at most so many leaf switches."""
-    if topology is None:
-        return None
-    text = topology.removeprefix("switches=")
-    if not text.isdecimal() or int(text) < 1:
-        raise Rejected(
-            f"topology {topology!r}: on Slurm it is 'switches=1', the most leaf switches that the nodes may span"
-        )
-    return int(text)
-
-
-def _carried_to(job: Job) -> str:
-    """The folder of a carried payload. In /tmp others write, too: nobody who does not know the run can guess its name."""
-    return (
-        f"/tmp/airflow-gpu-{job.name}-{hashlib.sha256(packed(job.files)).hexdigest()[:16]}"
-        if job.files
-        else ""
-    )
-
-
-def _secrets_name(job: str) -> str:
-    return f".secrets-{job}.json"

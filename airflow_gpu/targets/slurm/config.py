@@ -19,7 +19,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 from pydantic import (
     BaseModel,
@@ -364,8 +364,12 @@ class SlurmConfig(BaseModel):
 
     @property
     def channel_uri(self) -> str:
-        """The channel as Airflow opens it."""
-        return self.channel.rstrip("/") if "://" in self.channel else f"file://{self.channel.rstrip('/')}"
+        """The channel as Airflow opens it, written as a store writes it: without a port that says nothing."""
+        if "://" not in self.channel:
+            return f"file://{self.channel.rstrip('/')}"
+        parts = urlsplit(self.channel.rstrip("/"))
+        usual = parts.scheme == "sftp" and parts.port == 22
+        return urlunsplit(parts._replace(netloc=parts.netloc.removesuffix(":22"))) if usual else parts.geturl()
 
     def gpu_type(self, accelerator: str | None) -> str | None:
         """The type in ``gres.conf`` for a name of a DAG."""

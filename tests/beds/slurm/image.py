@@ -22,7 +22,26 @@ MAKE_FOR = 900.0
 """Seconds that making one may take; 35-90 on two idle cores."""
 
 _HERE = Path(__file__).parent
-_PACKAGES = ["slurmctld", "slurmd", "slurmdbd", "slurmrestd", "slurm-client", "slurm-wlm-basic-plugins", "slurm-wlm-jwt-plugin", "slurm-wlm-mysql-plugin", "munge", "mariadb-server", "openssh-server", "openssh-sftp-server", "jq", "procps", "iproute2", "python3", "curl", "ca-certificates"]
+_PACKAGES = [
+    "slurmctld",
+    "slurmd",
+    "slurmdbd",
+    "slurmrestd",
+    "slurm-client",
+    "slurm-wlm-basic-plugins",
+    "slurm-wlm-jwt-plugin",
+    "slurm-wlm-mysql-plugin",
+    "munge",
+    "mariadb-server",
+    "openssh-server",
+    "openssh-sftp-server",
+    "jq",
+    "procps",
+    "iproute2",
+    "python3",
+    "curl",
+    "ca-certificates",
+]
 _TOOLS = ("unshare", "nsenter", "mount", "pivot_root", "ip")
 _APT = [
     'Acquire::Check-Valid-Until "false"',

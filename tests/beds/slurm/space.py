@@ -36,6 +36,10 @@ class Daemon:
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
+            if number != signal.SIGSTOP:
+                os.kill(
+                    self._outside.pid, signal.SIGCONT
+                )  # nsenter stops with its child, and does not go on with it
 
     def alive(self) -> bool:
         return self._outside.poll() is None

@@ -1,6 +1,6 @@
 """The file system that a cluster starts from: Debian with Slurm, made once for each version and never written to again.
 
-root = image("24.11")
+with image("24.11") as root: ...
 
 The newest Debian that has a version is where it comes from, so the last figure of the version may move. Concurrent
 callers wait for the one that makes it.
@@ -8,12 +8,14 @@ callers wait for the one that makes it.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 SUITES = {"22.05": "bookworm", "24.11": "trixie", "26.05": "sid"}
@@ -22,26 +24,11 @@ MAKE_FOR = 900.0
 """Seconds that making one may take; 35-90 on two idle cores."""
 
 _HERE = Path(__file__).parent
-_PACKAGES = [
-    "slurmctld",
-    "slurmd",
-    "slurmdbd",
-    "slurmrestd",
-    "slurm-client",
-    "slurm-wlm-basic-plugins",
-    "slurm-wlm-jwt-plugin",
-    "slurm-wlm-mysql-plugin",
-    "munge",
-    "mariadb-server",
-    "openssh-server",
-    "openssh-sftp-server",
-    "jq",
-    "procps",
-    "iproute2",
-    "python3",
-    "curl",
-    "ca-certificates",
-]
+_PACKAGES = (
+    *("slurmctld", "slurmd", "slurmdbd", "slurmrestd", "slurm-client", "slurm-wlm-basic-plugins"),
+    *("slurm-wlm-jwt-plugin", "slurm-wlm-mysql-plugin", "munge", "mariadb-server", "openssh-server"),
+    *("openssh-sftp-server", "jq", "procps", "iproute2", "python3", "curl", "ca-certificates"),
+)
 _TOOLS = ("unshare", "nsenter", "mount", "pivot_root", "ip")
 _APT = [
     'Acquire::Check-Valid-Until "false"',
@@ -54,18 +41,20 @@ class Unavailable(Exception):
     """A cluster cannot be had on this machine; the text says why."""
 
 
-def image(version: str) -> Path:
-    """The root of `version`, made when it is not there yet."""
+@contextlib.contextmanager
+def image(version: str) -> Iterator[Path]:
+    """The root of `version`, made when it is not there yet, and kept from being removed while in use."""
     home = CACHE / version / _recipe(version)
-    root = home / "root"
-    if root.is_dir():
-        return root
     home.mkdir(parents=True, exist_ok=True)
     with (home / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not root.is_dir():
-            _make(SUITES[version], root)
-    return root
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if not (home / "root").is_dir():
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (home / "root").is_dir():
+                _make(SUITES[version], home / "root")
+                _remove_others(home)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        yield home / "root"
 
 
 def missing(version: str = "24.11") -> str:
@@ -105,6 +94,16 @@ def _recipe(version: str) -> str:
     """A name for what the image is made of: another one is made, not this changed, when that changes."""
     told = repr((SUITES[version], _PACKAGES, _APT)).encode() + (_HERE / "image.sh").read_bytes()
     return hashlib.sha256(told).hexdigest()[:12]
+
+
+def _remove_others(home: Path) -> None:
+    """Images of former recipes, but those that are in use."""
+    for other in home.parent.iterdir():
+        if other == home:
+            continue
+        with contextlib.suppress(OSError), (other / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(other)
 
 
 def _make(suite: str, root: Path) -> None:

@@ -37,6 +37,31 @@ live() { # NAME PYTEST-ARGUMENTS...
   ended "$name" "$rc" $((SECONDS - start)) "$LOG/out"
 }
 
+beside() { # NAME PYTEST-ARGUMENTS...
+  # Begun now, told by `beside_ended`: tests that mostly wait (a cluster's scheduler, a node that has to be missed).
+  BESIDE=$1 BESIDE_AT=$SECONDS; shift
+  BESIDE_ARGS=("$@" -o "cache_dir=$LOG/cache")
+  printf '\n=== %s: begun, beside what follows\n' "$BESIDE"
+  ("$PY" -m pytest -q "${BESIDE_ARGS[@]}" > "$LOG/beside" 2>&1; echo $? > "$LOG/beside.rc") &
+  BESIDE_PID=$!
+}
+
+beside_ended() {
+  local name=${BESIDE:-} rc
+  [ -n "$name" ] || return 0
+  wait "$BESIDE_PID"; BESIDE=""
+  rc=$(cat "$LOG/beside.rc")
+  printf '\n=== %s\n' "$name"
+  cat "$LOG/beside"
+  if [ "$rc" = 1 ]; then
+    printf '\n=== %s: ONCE MORE, what failed\n' "$name"
+    "$PY" -m pytest -q --lf --lfnf=none "${BESIDE_ARGS[@]}" 2>&1 | tee "$LOG/again"
+    rc=${PIPESTATUS[0]}
+    AGAIN=" | once more: $(grep -E '[0-9]+ (passed|failed|error)' "$LOG/again" | tail -1 | sed -E 's/=+ ?//g; s/ in [0-9.]+s.*//')"
+  fi
+  ended "$name" "$rc" $((SECONDS - BESIDE_AT)) "$LOG/beside"
+}
+
 ended() { # NAME RC SECONDS OUTPUT
   local said
   said=$(grep -E '^(=+ )?.*[0-9]+ (passed|failed|skipped|error)' "$4" | tail -1 | sed -E 's/=+ ?//g; s/ in [0-9.]+s.*//')$AGAIN
@@ -47,6 +72,7 @@ ended() { # NAME RC SECONDS OUTPUT
 }
 
 summary() {
+  beside_ended
   printf '\n=== Summary\n'
   printf '%s\n' "${SUMMARY[@]}"
   if [ -s "$LOG/skipped" ]; then
@@ -76,6 +102,7 @@ live "runtime in the job" tests/runtime
 live "run directory and stores" tests/rundir tests/stores tests/checkpoints
 live "driver" tests/driver
 stop_if_failed
+beside "Slurm" tests/slurm tests/conformance/test_slurm.py
 live "local target" tests/targets
 live "sweep and commands" tests/sweep tests/cli --ignore tests/sweep/test_airflow.py
 stop_if_failed
@@ -85,8 +112,9 @@ stop_if_failed
 if [ "$MODE" = --all ]; then
   live "conformance" tests/conformance --table docs/conformance.md
 else
-  live "conformance" tests/conformance
+  live "conformance" tests/conformance --ignore tests/conformance/test_slurm.py
 fi
+beside_ended
 stop_if_failed
 live "pages in the UI" tests/plugin
 live "in a real Airflow" tests/airflow tests/sweep/test_airflow.py

@@ -10,6 +10,15 @@ import pytest
 
 from tests.conformance.suite import Scenarios
 
+WAYS = {
+    "TestRest": "slurm 24.11 REST",
+    "TestSsh": "slurm 24.11 SSH",
+    "TestCommand": "slurm 24.11 commands",
+    "TestOldRest": "slurm 22.05 REST",
+    "TestOldSsh": "slurm 22.05 SSH",
+    "TestOldCommand": "slurm 22.05 commands",
+}
+
 _RESULTS: dict[tuple[str, str], str] = {}
 
 
@@ -26,6 +35,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     module = path.split("::")[0].rpartition("/")[2]
     if hasattr(Scenarios, name.split("[")[0]):
         target = module.removeprefix("test_").removesuffix(".py")
+        if "::Test" in path and target == "slurm":
+            target = WAYS.get(path.rpartition("::")[2], target)
         _RESULTS[(name, target)] = {"passed": "yes", "failed": "**no**"}.get(report.outcome, report.outcome)
 
 

@@ -84,6 +84,10 @@ class SlurmBed:
             await asyncio.sleep(0.5)
         await asyncio.to_thread(self.cluster.start_node, name)
 
+    async def restored(self) -> None:
+        """Until the node that was killed has come back."""
+        await self._coming
+
     async def requeueing(self) -> SlurmTarget:
         return self.make(requeue=True)
 

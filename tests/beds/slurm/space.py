@@ -37,7 +37,9 @@ class Daemon:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
             if number != signal.SIGSTOP:
-                os.kill(self._outside.pid, signal.SIGCONT)  # nsenter stops with its child, and does not go on with it
+                os.kill(
+                    self._outside.pid, signal.SIGCONT
+                )  # nsenter stops with its child, and does not go on with it
 
     def alive(self) -> bool:
         return self._outside.poll() is None

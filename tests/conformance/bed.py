@@ -42,6 +42,9 @@ class Bed(Protocol):
     async def kill_node(self, job: str) -> str:
         """A node of the gang dies at once; answers its host."""
 
+    async def end_outside(self, job: JobRef) -> None:
+        """A person ends the job with the platform's own means."""
+
     async def requeueing(self) -> Target:
         """A target of the same system that starts preempted gangs again by itself."""
 

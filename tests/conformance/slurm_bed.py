@@ -9,6 +9,7 @@ from typing import Any
 
 from airflow_gpu.hooks.slurm import make_target
 from airflow_gpu.rundir.store import Store
+from airflow_gpu.targets.base import JobRef
 from airflow_gpu.targets.slurm.config import SlurmConfig
 from airflow_gpu.targets.slurm.records import hosts
 from airflow_gpu.targets.slurm.rest import Rest
@@ -83,6 +84,9 @@ class SlurmBed:
                 break
             await asyncio.sleep(0.5)
         await asyncio.to_thread(self.cluster.start_node, name)
+
+    async def end_outside(self, job: JobRef) -> None:
+        await asyncio.to_thread(self.cluster.run, "scancel", str(job.platform_id), user=USER)
 
     async def restored(self) -> None:
         """Until the node that was killed has come back."""

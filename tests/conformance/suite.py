@@ -7,7 +7,6 @@ A target's own module subclasses :class:`Scenarios` and gives the fixture
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,7 +206,7 @@ class Scenarios:
         """Who ends the job outside of Airflow meant it: it is not started again."""
         played = (await play(bed, tmp_path, self.gang(bed, programs.count, 2000))).start()
         await played.until_step(3)
-        await bed.target.cancel(await played.ref(played.run.attempts[-1]), grace=20, since=time.time())
+        await bed.end_outside(await played.ref(played.run.attempts[-1]))
         verdict = await played.verdict()
         assert (verdict.outcome, verdict.cause) == ("failed", Cause.CANCELLED)
         assert len(played.run.attempts) == 1

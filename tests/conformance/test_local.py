@@ -6,11 +6,13 @@ import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from airflow_gpu.targets.base import JobRef
 from airflow_gpu.targets.local.admin import Admin
 from airflow_gpu.targets.local.config import LocalConfig
 from airflow_gpu.targets.local.target import LocalTarget
@@ -51,6 +53,9 @@ class LocalBed:
         await asyncio.to_thread(self.admin.kill_node, node)
         await asyncio.to_thread(self.admin.restore_node, node)
         return str(node)
+
+    async def end_outside(self, job: JobRef) -> None:
+        await self.target.cancel(job, grace=20, since=time.time())
 
     async def requeueing(self) -> LocalTarget:
         return LocalTarget("local", self.config(requeue=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest_asyncio
 
 from airflow_gpu.gang.run import Cause
 from airflow_gpu.gang.spec import Gang
-from airflow_gpu.targets.base import TargetError
+from airflow_gpu.targets.base import Job, JobRef, TargetError
 from tests.beds.slurm.cluster import Cluster, cluster
 from tests.beds.slurm.image import missing
 from tests.conformance import programs
@@ -177,6 +178,68 @@ async def test_each_way_sees_the_same(eight: Cluster, way: str, tmp_path: Path) 
         assert (await bed.target.observe([ref]))[ref.name].state.ended
     finally:
         await bed.end()
+
+
+@pytest.mark.parametrize("way", ["rest", "ssh", "command"])
+async def test_one_question_for_many(eight: Cluster, way: str) -> None:
+    """Gangs that run, wait, are over and never were, in one look; few and many of them."""
+    bed = WholeBed(eight, way, exclusive=False)
+    try:
+        refs = []
+        for number in range(6):
+            job = _sleeper(f"many-{way}-{number}", 1)
+            refs.append(JobRef(job.name, job.labels, 1, job.digest, await bed.target.submit(job)))
+        # Not before they run: a larger job goes first.
+        await _until(lambda: _all_run(bed, refs), refs)
+        whole = _sleeper(f"many-{way}-whole", 8)
+        refs.append(JobRef(whole.name, whole.labels, 1, whole.digest, await bed.target.submit(whole)))
+        await bed.target.cancel(refs[0], grace=0, since=0.0)
+        never = [
+            JobRef(f"never-{number}", whole.labels, 1, whole.digest, str(900_000 + number))
+            for number in range(150)
+        ]
+
+        states: list[str] = []
+
+        async def seen() -> bool:
+            found = await bed.target.observe(refs)
+            states[:] = [f"{found[ref.name].state}" for ref in refs]
+            return states == ["cancelled", *["running"] * 5, "queued"]
+
+        await _until(seen, states)
+        found = await bed.target.observe([*refs, *never])
+        assert {str(found[ref.name].state) for ref in never} == {"gone"}
+        assert str(found[refs[1].name].state) == "running"
+    finally:
+        await bed.end()
+
+
+def _sleeper(name: str, nodes: int) -> Job:
+    return Job(
+        name=name,
+        labels={"airflow-gpu/installation": "tests", "airflow-gpu/incarnation": "abcdefghij"},
+        attempt=1,
+        digest="sha256:" + "ab" * 32,
+        nodes=nodes,
+        gpus_per_node=1 if nodes == 1 else 8,
+        ranks_per_node=1,
+        payload="/shared/gangs",
+        channel="/shared/gangs",
+        time_limit=600.0,
+        argv=("sleep", "600"),
+    )
+
+
+async def _all_run(bed: SlurmBed, refs: list[JobRef]) -> bool:
+    found = await bed.target.observe(refs)
+    return {str(found[ref.name].state) for ref in refs} == {"running"}
+
+
+async def _until(done: Any, shown: Any) -> None:
+    end = time.monotonic() + 60
+    while not await done():
+        assert time.monotonic() < end, shown
+        await asyncio.sleep(0.5)
 
 
 @pytest.mark.parametrize(

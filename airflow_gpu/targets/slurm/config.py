@@ -233,6 +233,7 @@ class SlurmConfig(BaseModel):
     :param container_mounts: ``source:target`` pairs beside the channel.
     :param work_folder: the job's working directory, which must exist on the nodes.
     :param grace: seconds that preempted jobs have (GraceTime of the QOS or partition), where Airflow cannot read it.
+    :param kill_wait: the cluster's KillWait. Default: asked for, which REST cannot.
     :param price_per_gpu_hour: in US dollars, for the choice among targets.
     """
 
@@ -278,6 +279,7 @@ class SlurmConfig(BaseModel):
     container_mounts: Names = ()
     work_folder: str = "/tmp"
     grace: float | None = Field(None, ge=0)
+    kill_wait: float | None = Field(None, ge=0)
     price_per_gpu_hour: float = Field(0.0, ge=0)
 
     @model_validator(mode="after")
@@ -369,7 +371,9 @@ class SlurmConfig(BaseModel):
             return f"file://{self.channel.rstrip('/')}"
         parts = urlsplit(self.channel.rstrip("/"))
         usual = parts.scheme == "sftp" and parts.port == 22
-        return urlunsplit(parts._replace(netloc=parts.netloc.removesuffix(":22"))) if usual else parts.geturl()
+        return (
+            urlunsplit(parts._replace(netloc=parts.netloc.removesuffix(":22"))) if usual else parts.geturl()
+        )
 
     def gpu_type(self, accelerator: str | None) -> str | None:
         """The type in ``gres.conf`` for a name of a DAG."""

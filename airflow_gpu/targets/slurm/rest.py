@@ -37,8 +37,14 @@ VERSIONS: Final = tuple(range(45, 35, -1))
 STATE_SINCE: Final = 41
 """The version from which on ``/jobs/state/`` exists."""
 
+BY_NAME_SINCE: Final = 40
+"""The version from which on accounting answers for a name; older ones refuse the question."""
+
 FULL_SECONDS: Final = 60.0
 """For so long a job whose state stays the same is not read in full."""
+
+MOST_NAMED: Final = 100
+"""Ids in one question for states; for more, the states of all jobs of the cluster are read: some ms for a thousand."""
 
 SINGLES: Final = 50
 """More jobs than this are read by one question for all jobs, where there is no ``/jobs/state/``."""
@@ -47,6 +53,8 @@ AT_ONCE: Final = 8
 """Requests to one slurmrestd."""
 
 TIMEOUT: Final = 30.0
+
+Query = Mapping[str, str] | list[tuple[str, str]] | None
 
 _UNKNOWN_JOB: Final = 2017
 _ALREADY_DONE: Final = (2017, 2021)
@@ -132,13 +140,17 @@ class Rest:
     async def named(self, name: str, *, sure: bool) -> list[Record]:
         # The controller has no question by name: it would send every job of the cluster. Accounting has one.
         version = await self.version()
-        user = await self.user()
-        params = {"job_name": name, **({"users": user} if user else {})}
-        try:
-            rows = await self._ask_accounting(f"/slurmdb/v0.0.{version}/jobs", params)
-            found = [record for record in records.latest(rows).values() if record.name == name]
-        except NoAccounting:
-            found, sure = [], True
+        found: list[Record] = []
+        if version < BY_NAME_SINCE:
+            sure = True
+        else:
+            user = await self.user()
+            params = {"job_name": name, **({"users": user} if user else {})}
+            try:
+                rows = await self._ask_accounting(f"/slurmdb/v0.0.{version}/jobs", params)
+                found = [record for record in records.latest(rows).values() if record.name == name]
+            except NoAccounting:
+                sure = True
         if sure:
             now = {record.id: record for record in await self.mine() if record.name == name}
             found = [*now.values(), *(record for record in found if record.id not in now)]
@@ -194,7 +206,9 @@ class Rest:
     # -- how
 
     async def _states(self, wanted: list[int], version: int) -> dict[int, tuple[str, ...]]:
-        answer = await self._get(f"/slurm/v0.0.{version}/jobs/state/", {"job_id": ",".join(map(str, wanted))})
+        # One parameter for each: slurmrestd refuses a comma in a query. More than a few are as quickly read with all others.
+        which = [("job_id", str(job)) for job in wanted] if len(wanted) <= MOST_NAMED else None
+        answer = await self._get(f"/slurm/v0.0.{version}/jobs/state/", which)
         try:
             told = dict(records.of_state(job) for job in answer.get("jobs") or ())
         except Undecodable as error:
@@ -219,7 +233,7 @@ class Rest:
         except Undecodable as error:
             raise TargetError(f"{self._name}: {error}") from None
 
-    async def _ask_accounting(self, path: str, params: Mapping[str, str] | None = None) -> list[Record]:
+    async def _ask_accounting(self, path: str, params: Query = None) -> list[Record]:
         answer = await self._get(path, params, absent=_UNKNOWN_JOB)
         try:
             return [records.of_accounting(job) for job in answer.get("jobs") or ()]
@@ -240,9 +254,7 @@ class Rest:
             f"{self._name}: job {job} could not be ended: {lines([words for _, words in errors])}"
         )
 
-    async def _get(
-        self, path: str, params: Mapping[str, str] | None = None, absent: int | None = None
-    ) -> dict[str, Any]:
+    async def _get(self, path: str, params: Query = None, absent: int | None = None) -> dict[str, Any]:
         """The answer to a question. With ``absent``: an error of that number is an empty answer."""
         async for attempt in _again():
             with attempt:

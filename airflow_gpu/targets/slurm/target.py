@@ -55,8 +55,8 @@ LOG_CHUNK: Final = 64 * 1024
 NOTICE: Final = "USR1"
 """Signal by which agents are told to end when the cluster's KillWait is too short for the grace."""
 
-KILL_WAIT: Final = 30.0
-"""Slurm's default, where the cluster's own cannot be read."""
+KILL_WAIT: Final = 0.0
+"""Seconds that ranks have after a cancel, where neither the connection nor Slurm says: REST does not. Too low is safe."""
 
 NODES_AGE: Final = 10.0
 """Seconds for which a list of the cluster's nodes will do: many gangs ask for offers at once."""
@@ -256,9 +256,9 @@ class SlurmTarget:
         if record is None:
             return
         left = since + grace - time.time()
-        kill_wait = await self._wait_of_kill()
         runs = state_of(record.states, record.reason, record.description)[0] is State.RUNNING
-        if runs and left > kill_wait:
+        # Where Slurm starts a gang again that left on a notice, only a cancel ends it for good.
+        if runs and not self.config.requeue and left > await self._wait_of_kill():
             # Only the agents hear of it, and have the whole grace; the end comes with a later call, or by their own.
             await self._access.signal(record.id, NOTICE)
             return
@@ -276,7 +276,9 @@ class SlurmTarget:
 
     async def _wait_of_kill(self) -> float:
         if self._kill_wait is None:
-            found = await self._access.kill_wait()
+            found = self.config.kill_wait
+            if found is None:
+                found = await self._access.kill_wait()
             self._kill_wait = KILL_WAIT if found is None else found
         return self._kill_wait
 

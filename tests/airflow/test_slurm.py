@@ -154,7 +154,6 @@ def test_preempted_twice_then_cleared(slurm: Slurm) -> None:
     again = slurm.run(run_id)
     assert again is not None
     assert [attempt.outcome.cause for attempt in again.attempts if attempt.outcome] == [Cause.SUCCEEDED]
-    assert slurm.squeue() == []
 
 
 def test_cleared_while_it_runs(slurm: Slurm) -> None:
@@ -175,7 +174,6 @@ def test_cleared_while_it_runs(slurm: Slurm) -> None:
     assert first.outcome.checkpoint.step > 0
     assert second.outcome is not None
     assert second.outcome.cause is Cause.SUCCEEDED
-    assert slurm.squeue() == []
 
 
 def test_backfill(slurm: Slurm) -> None:
@@ -193,8 +191,13 @@ def test_backfill(slurm: Slurm) -> None:
 
     bed.until(all_over, "the end of the backfill", 400, pause=0.5)
     assert [bed.run_state(DAG, run_id) for run_id in runs] == ["success"] * 3
-    assert len(seen) == 3
-    assert set(seen.values()) == {"1000"}
+    assert sorted(seen.values())[-3:] == ["1000"] * 3
+    assert [nice for nice in seen.values() if nice != "1000"] in (
+        [],
+        ["0"],
+    )  # today's run, which the schedule makes
+    for run in bed.runs(DAG):
+        assert bed.wait(DAG, run["dag_run_id"], limit=300) == "success"
     assert slurm.squeue() == []
 
 

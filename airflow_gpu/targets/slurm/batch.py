@@ -150,7 +150,7 @@ class Batch:
         if self.excluded:
             job["excluded_nodes"] = list(self.excluded) if version >= 39 else ",".join(self.excluded)
         if self.exclusive:
-            job |= {"shared": ["none"]} if version >= 40 else {"exclusive": "true"}
+            job |= {"shared": ["none"]} if version >= 40 else {"exclusive": "exclusive"}
         return {**job, **dict(self.fields)}
 
 

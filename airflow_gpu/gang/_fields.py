@@ -167,8 +167,9 @@ def _targets(value: Any) -> Any:
         raise ValueError("must be a connection id or a list of them")
     made: list[Any] = []
     for item in (item.strip() if isinstance(item, str) else item for item in value):
-        if opaque(item) or item not in made:
-            made.append(item)
+        if not opaque(item) and item in made:
+            raise ValueError(f"must name each connection once, and {item!r} is there twice")
+        made.append(item)
     if not made:
         raise ValueError('must name at least one connection, such as "gpu_default"')
     return made

@@ -122,6 +122,9 @@ class Part(BaseModel, metaclass=_Explaining):
     CONTAINERS: ClassVar[frozenset[str]] = frozenset()
     """Fields that hold a list or a mapping: rendered text of one is read as such."""
 
+    NEVER_EMPTY: ClassVar[frozenset[str]] = frozenset()
+    """Optional fields of which an author's ``""`` is a mistake, not the absence of a value."""
+
     @field_validator("*", mode="wrap")
     @classmethod
     def _let_templates_pass(cls, value: Any, check: Callable[[Any], Any], info: ValidationInfo) -> Any:
@@ -131,7 +134,8 @@ class Part(BaseModel, metaclass=_Explaining):
         if mode == "rendered" and name in cls.CONTAINERS:
             value = _unprinted(value)
         empty = ("", "None") if mode == "rendered" else ("",)  # Jinja prints None as "None"
-        if isinstance(value, str) and value.strip() in empty and cls._optional(name):
+        meant = mode != "written" or name not in cls.NEVER_EMPTY
+        if isinstance(value, str) and value.strip() in empty and cls._optional(name) and meant:
             return None
         return check(value)
 

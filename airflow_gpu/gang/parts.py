@@ -8,9 +8,9 @@ A dict is taken wherever a part is. Constructors raise
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import ValidationInfo, model_validator
 
 from airflow_gpu.gang._fields import (
     AUTO,
@@ -25,8 +25,8 @@ from airflow_gpu.gang._fields import (
     Text,
     Whole,
 )
-from airflow_gpu.gang._model import Part
-from airflow_gpu.gang.units import seconds
+from airflow_gpu.gang._model import Part, mode_of
+from airflow_gpu.gang.units import GangError, seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -101,7 +101,8 @@ class Checkpointing(Part):
     :param local: folder on each node (a disk of its own, or ``/dev/shm``) for quick copies between the saves that
         go to the channel. A gang that comes back to the same nodes starts from the copies when they are
         further and whole on every node. None (default): every save goes to the channel.
-    :param local_interval: time between saves of either kind while there is a ``local``. Default 2 min.
+    :param local_interval: time between saves of either kind while there is a ``local``; less than ``interval``.
+        Default 2 min.
     :param on_change: a retry or a cleared task whose program, arguments or environment differ from those that
         wrote the checkpoint begins again, and says so (``"fresh"``, default), or goes on from it
         (``"resume"``).
@@ -112,6 +113,8 @@ class Checkpointing(Part):
     600.0
     """
 
+    NEVER_EMPTY: ClassVar[frozenset[str]] = frozenset({"local"})
+
     interval: Interval | None = AUTO
     keep: AtLeastOne = 3
     every: AtLeastOne | None = None
@@ -121,10 +124,24 @@ class Checkpointing(Part):
     continue_previous: bool = False
 
     @model_validator(mode="after")
-    def _copies_have_a_place(self) -> Self:
-        if self.local is None and self.local_interval != LOCAL_INTERVAL:
-            raise ValueError('local_interval needs local, a folder of each node, such as local="/local/ckpt"')
+    def _copies_make_sense(self, info: ValidationInfo) -> Self:
+        problem = "" if mode_of(info) == "recorded" else self._wrong_copies()  # what runs already goes on
+        if problem:
+            raise GangError("Checkpointing", problem)
         return self
+
+    def _wrong_copies(self) -> str:
+        quick, durable = self.local_interval, self.interval
+        if self.local is None:
+            needed = 'local_interval needs local, a folder of each node, such as local="/local/ckpt"'
+            return needed if quick != LOCAL_INTERVAL else ""
+        if not (isinstance(quick, float) and isinstance(durable, float)) or quick < durable:
+            return ""  # "auto", None, or a template
+        default = ", its default" if quick == LOCAL_INTERVAL else ""
+        return (
+            f"local_interval must be less than interval ({durable:g} s), or every save would go to the channel, "
+            f"got {quick:g} s{default}"
+        )
 
     if TYPE_CHECKING:
 

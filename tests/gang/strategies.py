@@ -99,7 +99,7 @@ def arguments(draw: st.DrawFn) -> dict[str, Any]:
             backfill_priority=st.none() | st.integers(min_value=-100, max_value=100),
             topology=st.none() | NAMES,
             targets=st.from_regex(r"[a-z_]{1,9}", fullmatch=True)
-            | st.lists(st.from_regex(r"[a-z_]{1,9}", fullmatch=True), min_size=1, max_size=4),
+            | st.lists(st.from_regex(r"[a-z_]{1,9}", fullmatch=True), min_size=1, max_size=4, unique=True),
             placement=PLACEMENTS,
             checkpointing=CHECKPOINTINGS,
             recovery=RECOVERIES,

@@ -81,7 +81,7 @@ def test_what_an_author_writes() -> None:
         secrets={"HF_TOKEN": "conn:hf#password", "KEY": "var:wandb/key", "X": "conn:a.b-c#extra.key.id"},
         time_limit=timedelta(hours=1),
         work=40,
-        targets=["slurm_a", "eks", "slurm_a"],
+        targets=["slurm_a", "eks"],
         placement={"deadline": "2d"},
         checkpointing=Checkpointing(interval=None),
         recovery={"mode": "any", "preemptions": 5},
@@ -110,10 +110,52 @@ def test_ranks(gpus: int, ranks: int | None, expected: int) -> None:
 
 @pytest.mark.parametrize(
     ("written", "expected"),
-    [("a", ("a",)), ("a, b,a", ("a", "b")), (["b", "a"], ("b", "a")), (("a",), ("a",))],
+    [("a", ("a",)), ("a, b", ("a", "b")), (["b", "a"], ("b", "a")), (("a",), ("a",))],
 )
 def test_targets(written: Any, expected: tuple[str, ...]) -> None:
     assert Gang(command="x", targets=written).targets == expected
+
+
+@pytest.mark.parametrize("written", ["a, b,a", ["a", "a"], [" a", "b", "a "]])
+def test_a_target_is_named_once(written: Any) -> None:
+    [line] = problems(targets=written)
+    assert line.startswith("targets must name each connection once, and 'a' is there twice")
+
+
+def test_copies_need_a_folder() -> None:
+    """``local=""`` is a variable that was not set, and would be a gang without copies."""
+    [line] = problems(checkpointing={"local": ""})
+    assert line.startswith("checkpointing.local must be the absolute path of a folder")
+    assert Gang.from_fields({"command": "x", "checkpointing": {"local": ""}}).checkpointing.local is None
+    [line] = problems(checkpointing={"local_interval": 30})
+    assert line.startswith("checkpointing.local_interval needs local")
+
+
+@pytest.mark.parametrize(
+    ("fields", "got"),
+    [
+        (
+            {"interval": "2m", "local_interval": "2m"},
+            "(120 s), or every save would go to the channel, got 120 s",
+        ),
+        (
+            {"interval": 90, "local_interval": 100.0},
+            "(90 s), or every save would go to the channel, got 100 s",
+        ),
+        ({"interval": "1m"}, "(60 s), or every save would go to the channel, got 120 s, its default"),
+    ],
+)
+def test_copies_are_more_frequent_than_saves(fields: dict[str, Any], got: str) -> None:
+    [line] = problems(checkpointing={"local": "/local/ckpt", **fields})
+    assert line.startswith(f"checkpointing.local_interval must be less than interval {got}")
+    recorded = Gang(command="x", checkpointing={"local": "/local/ckpt"}).to_dict()
+    recorded["checkpointing"] |= {"interval": 60.0, "local_interval": 120.0}
+    assert Gang.from_json(json.dumps(recorded)).checkpointing.interval == 60.0, "a gang that runs goes on"
+
+
+@pytest.mark.parametrize("interval", ["auto", None, "{{ params.every }}", 121])
+def test_copies_beside_any_other_interval(interval: Any) -> None:
+    assert Checkpointing(interval=interval, local="/local/ckpt").local_interval == 120.0
 
 
 def test_numbers_in_a_command_are_written_out() -> None:

@@ -46,20 +46,63 @@ class Printer:
 async def print_logs(
     place: Place, name: str, *, rank: int, life: int | None, follow: bool, node: int | None, as_json: bool
 ) -> int:
-    """Print it; 1 when there is none."""
+    """Print it.
+
+    :raises click.ClickException: there is no such life, rank or node; it says which there are.
+    """
     seen = await find_run(place.store(), place.installation, name)
     run = seen.run
     assert run is not None
     if not run.attempts:
         raise click.ClickException(f"{seen.name} has not been placed yet: there is no output")
     if node is not None:
-        return await _of_node(place, seen, _attempt_named(run.attempts, name), node, follow, as_json)
+        attempt = _attempt_named(run.attempts, name)
+        if life is not None:
+            attempt = await _attempt_of(place, seen, life)
+        _has_node(seen, attempt, node)
+        return await _of_node(place, seen, attempt, node, follow, as_json)
     return await _of_rank(place, seen, rank, life, follow, as_json)
 
 
 def _attempt_named(attempts: tuple[Attempt, ...], name: str) -> Attempt:
     """The attempt whose job was named, else the newest."""
     return next((attempt for attempt in attempts if attempt.name == name), attempts[-1])
+
+
+async def _attempt_of(place: Place, seen: SeenRun, number: int) -> Attempt:
+    """The attempt of which a life is one start. The platform's output of it may begin with earlier starts."""
+    run = seen.run
+    assert run is not None
+    lives = [life for _, life in await _lives(place, seen, {})]
+    found = next((life.attempt for life in lives if life.number == number), None)
+    if found is None:
+        raise _no_life(seen, number, [life.number for life in lives])
+    return next(attempt for attempt in run.attempts if attempt.number == found)
+
+
+def _no_life(seen: SeenRun, number: int | None, lives: list[int]) -> click.ClickException:
+    there = f"there are {', '.join(map(str, lives))}" if lives else "no rank of it has started yet"
+    return click.ClickException(f"{seen.name} has no life {number}; {there}")
+
+
+def _has_node(seen: SeenRun, attempt: Attempt, node: int) -> None:
+    assert seen.journal is not None
+    nodes = int(seen.journal.gang_of(attempt.epoch).get("nodes", 1))
+    if node >= nodes:
+        raise click.ClickException(
+            f"attempt {attempt.number} of {seen.name} has no node {node}; {_there_are(nodes)}"
+        )
+
+
+def _has_rank(seen: SeenRun, life: Life, rank: int) -> None:
+    if rank >= life.world_size > 0:
+        raise click.ClickException(
+            f"life {life.number} of {seen.name} has no rank {rank}; {_there_are(life.world_size)}"
+        )
+
+
+def _there_are(count: int) -> str:
+    return f"there are 0 to {count - 1}" if count > 1 else "there is only 0"
 
 
 def channel_of(place: Place, seen: SeenRun, attempt: Attempt) -> Channel:
@@ -95,11 +138,13 @@ async def _of_rank(
         if current is None and lives:
             current = lives[-1][1].number
         here = next((item for item in lives if item[1].number == current), None)
-        if here is None and not follow:
+        gap = number is not None and any(life.number > number for _, life in lives)  # it will never be there
+        if here is None and (gap or not follow):
             return await _nothing(place, seen, number, [life.number for _, life in lives])
         if here is not None:
             channel, life = here
             if not told:
+                _has_rank(seen, life, rank)
                 printer = Printer(as_json, life=life.number, attempt=life.attempt, rank=rank)
                 say(f"--- {seen.name}, attempt {life.attempt}, life {life.number}, rank {rank}")
                 told = True
@@ -115,7 +160,7 @@ async def _of_rank(
                 continue
             if not follow or (over and (number is not None or _done(seen))):
                 if not start:
-                    say(f"rank {rank} of life {life.number} has printed nothing, or there is no such rank")
+                    say(f"rank {rank} of life {life.number} has printed nothing{'' if over else ' yet'}")
                 return 0
         elif _done(seen):
             return await _nothing(place, seen, number, [life.number for _, life in lives])
@@ -139,10 +184,8 @@ def _done(seen: SeenRun) -> bool:
 
 async def _nothing(place: Place, seen: SeenRun, number: int | None, lives: list[int]) -> int:
     """No such life: say which there are; when there is none, the platform may know why."""
-    if lives:
-        raise click.ClickException(
-            f"{seen.name} has no life {number}; there are {', '.join(map(str, lives))}"
-        )
+    if lives or number is not None:
+        raise _no_life(seen, number, lives)
     run = seen.run
     assert run is not None
     attempt = run.attempts[-1]
@@ -155,7 +198,7 @@ async def _of_node(
 ) -> int:
     assert seen.key is not None
     ref, since = ref_for(seen.key, seen.dir.incarnation, attempt), ""
-    printer = Printer(as_json, attempt=attempt.number, node=node)
+    printer, silent = Printer(as_json, attempt=attempt.number, node=node), True
     try:
         target: Target = await place.target(attempt.target)
         while True:
@@ -163,7 +206,10 @@ async def _of_node(
             over = run is None or run.current is None or run.current.number != attempt.number
             chunk = await target.logs(ref, node, since)
             printer(chunk.text)
+            silent = silent and not chunk.text
             if not chunk.text and (over or not follow):
+                if silent:
+                    say(f"{attempt.target} has no output of node {node} of attempt {attempt.number}")
                 return 0
             if not chunk.text:
                 await asyncio.sleep(POLL)

@@ -99,11 +99,39 @@ async def test_logs(plant: Plant, shell: Shell) -> None:
         assert (await shell("logs", name, "--rank", "1")).stdout == "rank 1 of life 1\ndone as 1\n"
     lines = (await shell("logs", "dag", "--json")).stdout.splitlines()
     assert [json.loads(line)["text"] for line in lines] == ["rank 0 of life 1\ndone as 0\n"]
-    nothing = await shell("logs", "dag", "--rank", "7")
+    for wrong, there in (
+        (("--rank", "7"), "life 1 of dag/r1/fit has no rank 7; there are 0 to 1"),
+        (("--rank", "2", "--follow"), "life 1 of dag/r1/fit has no rank 2; there are 0 to 1"),
+        (("--life", "5"), "dag/r1/fit has no life 5; there are 1"),
+        (("--node", "0", "--life", "5"), "dag/r1/fit has no life 5; there are 1"),
+        (("--node", "1"), "attempt 1 of dag/r1/fit has no node 1; there is only 0"),
+        (("--node", "1", "--life", "1"), "attempt 1 of dag/r1/fit has no node 1; there is only 0"),
+    ):
+        nothing = await shell("logs", "dag", *wrong, code=1)
+        assert nothing.stdout == ""
+        assert there in nothing.stderr
+
+
+async def test_a_rank_that_prints_nothing(plant: Plant, shell: Shell) -> None:
+    await plant.finish(await plant.own(plant.key(), silent := plant.gang(command="true")), silent)
+    nothing = await shell("logs", "dag")
     assert nothing.stdout == ""
-    assert "no such rank" in nothing.stderr
-    assert "has no life 5; there are 1" in (await shell("logs", "dag", "--life", "5", code=1)).stderr
-    assert (await shell("logs", "dag", "--node", "0")).exit_code == 0
+    assert "rank 0 of life 1 has printed nothing\n" in nothing.stderr
+
+
+async def test_the_output_of_a_node_of_an_earlier_life(plant: Plant, shell: Shell) -> None:
+    """Which job it was follows from the life: here each attempt has one."""
+    script = 'test "$GANG_ATTEMPT" = 2 || exit 9'
+    gang = plant.gang(command=None, script=script, recovery={"application": 1, "backoff": 0})
+    held = await plant.own(plant.key(), gang)
+    await plant.finish(held, gang)
+    lives = [life.number for life in await plant.driver(held).channel(held.journal.run.attempts[0]).lives()]
+    for number, attempt in ((lives[0], 1), (lives[-1] - 1, 2)):
+        told = await shell("logs", "dag", "--node", "0", "--life", str(number), "--json")
+        pieces = [json.loads(line) for line in told.stdout.splitlines()]
+        assert {(piece["attempt"], piece["node"]) for piece in pieces} == {(attempt, 0)}
+    fence = await shell("logs", "dag", "--life", str(lives[1]), "--follow", code=1)
+    assert f"has no life {lives[1]}; there are" in fence.stderr
 
 
 async def test_which_run(plant: Plant, shell: Shell) -> None:

@@ -88,12 +88,18 @@ def size(count: float) -> str:
 
 
 async def _open(place: Place, name: str) -> tuple[SeenRun, Checkpoints, Survey]:
+    """
+    :raises click.ClickException: no channel of the run could be read, so nothing is known of its checkpoints.
+    """
     seen = await find_run(place.store(), place.installation, name)
     assert seen.journal is not None
     checkpoints = Checkpoints(seen.journal, seen.dir.path, place.open)
     survey = await checkpoints.survey()
-    for channel, trouble in survey.troubles.items():
-        say(f"{channel} could not be read: {trouble}")
+    troubles = [f"{channel} could not be read: {trouble}" for channel, trouble in survey.troubles.items()]
+    if troubles and len(troubles) == len(checkpoints.channels()):
+        raise click.ClickException("\n".join(troubles))
+    for trouble in troubles:
+        say(trouble)
     return seen, checkpoints, survey
 
 
@@ -127,7 +133,7 @@ def _line(one: Checkpoint) -> list[str]:
 
 
 async def list_checkpoints(place: Place, name: str, *, as_json: bool) -> int:
-    """3 when a channel could not be read."""
+    """3 when one of several channels could not be read."""
     seen, _, survey = await _open(place, name)
     code = 3 if survey.troubles else 0
     if as_json:
@@ -157,7 +163,8 @@ async def list_checkpoints(place: Place, name: str, *, as_json: bool) -> int:
     if survey.found:
         out().print(rows)
     else:
-        click.echo(f"{seen.name} has no checkpoints")
+        where = ", as far as its channels could be read" if survey.troubles else ""
+        click.echo(f"{seen.name} has no checkpoints{where}")
     if survey.elsewhere is not None:
         click.echo(f"a next life would start from step {survey.elsewhere.step} of {survey.elsewhere.run}")
     return code

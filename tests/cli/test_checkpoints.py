@@ -84,6 +84,21 @@ def test_list(run: Run, shell: Commands) -> None:
     assert "no run is called 'other'" in shell("list", "other", code=1).stderr
 
 
+def test_a_channel_that_cannot_be_read(run: Run, shell: Commands) -> None:
+    """Nothing is known of its checkpoints, which is not the same as that there are none."""
+    away = run.folder.rename(run.folder.with_name("away"))
+    run.folder.write_text("a file, not a folder")
+    for arguments in (["list"], ["verify"], ["prune", "--keep", "1", "--dry-run"]):
+        command, *more = arguments
+        result = shell(command, "dag", *more, code=1)
+        assert result.stdout == ""
+        assert "Not a directory" in result.stderr
+        assert f"{run.channel.uri} could not be read" in shell.json(command, "dag", *more, code=1)["error"]
+    run.folder.unlink()
+    away.rename(run.folder)
+    assert len(shell.json("list", "dag")["checkpoints"]) == 5
+
+
 def test_verify_and_mark(run: Run, shell: Commands) -> None:
     assert "step 400: 3 files, 6.8 KiB, all as they were saved" in shell("verify", "dag").stdout
     (run.folder / "checkpoints/0001/step-000000300/rank-0.bin").write_bytes(b"ZERO" * 1000)

@@ -8,7 +8,7 @@ What it does not do: submit. ``--json`` prints one JSON object, for scripts.
 Example::
 
     python -m airflow_gpu.targets.local --path /scratch/gpu status
-    python -m airflow_gpu.targets.local --path /scratch/gpu preempt train-fit-abc-1 --no-notice
+    python -m airflow_gpu.targets.local --path /scratch/gpu preempt train-fit --no-notice
     python -m airflow_gpu.targets.local --path /scratch/gpu kill-node 1
 """
 
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from airflow_gpu.targets.local.admin import Admin, AdminError
@@ -30,7 +31,10 @@ from airflow_gpu.targets.local.schedule import GIB
 from airflow_gpu.targets.local.words import HOLDING, WAITING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
+
+NAMES = frozenset({"job", "node", "gangs", "state", "for"})
+"""Columns that are never broken or cut."""
 
 NODE_COMMANDS = {
     "kill-node": ("kill_node", "kill everything on a node and keep it down"),
@@ -39,13 +43,16 @@ NODE_COMMANDS = {
     "undrain": ("undrain", "let gangs start on a drained node again"),
 }
 
+PIPE_WIDTH = 200
+"""Characters of a line where there is no terminal: a pipe has no width of its own."""
+
 SPANS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; answers the exit code: 0, or 1 when the cluster refused."""
     options = _parser().parse_args(arguments)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
     try:
         admin = Admin(options.path)
         if options.command == "status":
@@ -75,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="show nodes and jobs")
     status.add_argument("--all", action="store_true", help="also jobs that have ended")
     preempt = commands.add_parser("preempt", help="take the nodes of a gang")
-    preempt.add_argument("name", help="name of the job")
+    preempt.add_argument("name", help="name of the job, or the beginning of it")
     preempt.add_argument("--no-notice", action="store_true", help="kill it at once")
     for name, (_, about) in NODE_COMMANDS.items():
         commands.add_parser(name, help=about).add_argument("node", type=int, help="number of the node")
@@ -87,7 +94,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _act(admin: Admin, options: argparse.Namespace) -> str:
     if options.command == "preempt":
-        return admin.preempt(options.name, notice=not options.no_notice)
+        name = _running(options.name, admin.status()["jobs"])
+        return admin.preempt(name, notice=not options.no_notice)
     if options.command == "stop":
         return admin.stop(gangs=options.gangs, grace=options.grace)
     method, _ = NODE_COMMANDS[options.command]
@@ -95,7 +103,41 @@ def _act(admin: Admin, options: argparse.Namespace) -> str:
     return answer
 
 
+def _running(text: str, jobs: Mapping[str, Any]) -> str:
+    """The job that runs and is called that or begins so; the text itself where none does.
+
+    :raises AdminError: several begin so.
+    """
+    fitting = sorted(name for name, row in jobs.items() if name.startswith(text) and row["native"] in HOLDING)
+    if text in jobs or not fitting:
+        return text
+    if len(fitting) > 1:
+        raise AdminError(f"{text!r} could be any of: {', '.join(fitting)}")
+    return fitting[0]
+
+
+def _lives(row: Mapping[str, Any]) -> bool:
+    """It waits, runs, or cannot be read: then nobody knows."""
+    return "order" not in row or row["native"] in WAITING | HOLDING
+
+
+def _print(console: Console, table: Table) -> None:
+    """A table whose names are whole also where the terminal is narrower: then it breaks the lines."""
+    needed = Measurement.get(console, console.options.update(max_width=10_000), table).minimum
+    console.width = max(needed, console.width)
+    console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    made = Table(title=title)
+    for column in columns:
+        made.add_column(column, no_wrap=column in NAMES)
+    return made
+
+
 def _show(status: dict[str, Any], options: argparse.Namespace, console: Console) -> None:
+    if not options.all:
+        status = {**status, "jobs": {name: row for name, row in status["jobs"].items() if _lives(row)}}
     if options.json:
         console.print_json(json.dumps(status))
         return
@@ -112,7 +154,7 @@ def _show(status: dict[str, Any], options: argparse.Namespace, console: Console)
         for node, gpus in row.get("held", ()):
             on_node.setdefault(node, []).append(name)
             used[node] = used.get(node, 0) + len(gpus)
-    nodes = Table("node", "state", "free GPUs", "accelerator", "cores", "memory", "gangs", title="nodes")
+    nodes = _table("nodes", "node", "state", "free GPUs", "accelerator", "cores", "memory", "gangs")
     for row in status["nodes"]:
         index = row["index"]
         nodes.add_row(
@@ -124,12 +166,10 @@ def _show(status: dict[str, Any], options: argparse.Namespace, console: Console)
             f"{row['memory'] / GIB:.1f} GiB",
             "\n".join(on_node.get(index, ["-"])),
         )
-    console.print(nodes)
-    shown = Table("job", "state", "for", "priority", "shape", "starts", "hosts", title="jobs")
+    _print(console, nodes)
+    shown = _table("jobs", "job", "state", "for", "priority", "shape", "starts", "hosts")
     reasons = []
     for name, row in sorted(jobs.items(), key=lambda item: item[1].get("order", 0)):
-        if not options.all and "order" in row and row["native"] not in WAITING | HOLDING:
-            continue
         if "order" not in row:
             shown.add_row(name, row["native"])
             reasons.append(f"{name}: {row['reason']}")
@@ -146,7 +186,10 @@ def _show(status: dict[str, Any], options: argparse.Namespace, console: Console)
             str(row["restart"] + (row["native"] not in WAITING)),
             " ".join(row["hosts"]),
         )
-    console.print(shown if shown.row_count else "no jobs")
+    if shown.row_count:
+        _print(console, shown)
+    else:
+        console.print("no jobs")
     for reason in reasons:
         console.print(escape(reason), soft_wrap=True)
 

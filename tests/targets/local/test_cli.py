@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import pty
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -100,3 +105,46 @@ async def test_where_there_is_no_cluster(bed: Bed, shell: Shell) -> None:
     assert code == 1
     assert "is no cluster folder" in text
     assert await shell("stop") == (0, "there is no cluster\n")
+
+
+LONG = "a-dag-with-a-long-name-and-a-task-with-another-hpyf6g52kao7"
+
+
+@pytest.mark.parametrize("columns", ["20", "80"])
+async def test_names_are_never_cut(bed: Bed, shell: Shell, columns: str) -> None:
+    """On a terminal, which is narrower than the name or than the row."""
+    target = bed.target()
+    await target.submit(bed.job(SAVE + STAY, f"{LONG}-1"))
+    await bed.appears("up-0-0")
+    command = [sys.executable, "-m", "airflow_gpu.targets.local", "--path", str(bed.path), "status"]
+    piped = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+    assert piped.stdout.count(f"{LONG}-1") == 2, "of its node and of its job"
+    env = {**os.environ, "COLUMNS": columns, "TERM": "xterm"}
+    main, side = pty.openpty()
+    try:
+        await asyncio.to_thread(subprocess.run, command, stdout=side, stderr=side, env=env, check=True)
+        os.close(side)
+        shown = b""
+        with contextlib.suppress(OSError):  # the end of what a terminal shows
+            while data := os.read(main, 65536):
+                shown += data
+    finally:
+        os.close(main)
+    assert shown.decode().count(f"{LONG}-1") == 2
+
+
+async def test_the_beginning_of_a_name(bed: Bed, shell: Shell) -> None:
+    target = bed.target(gpus_per_node=1)
+    jobs = [bed.job(SAVE.replace("up-", f"{name}-") + STAY, name) for name in ("fit-one-1", "fit-two-1")]
+    for job in jobs:
+        await target.submit(job)
+        await bed.appears(f"{job.name}-0-0")
+    code, text = await shell("preempt", "fit")
+    assert (code, text) == (1, "'fit' could be any of: fit-one-1, fit-two-1\n")
+    assert await shell("preempt", "fit-o", "--no-notice") == (0, "fit-one-1 is killed\n")
+    await bed.until(target, jobs[0], State.PREEMPTED)
+    assert await shell("preempt", "nothing") == (1, "there is no job 'nothing'\n")
+    # What has ended is no candidate, and is not listed unless asked for.
+    assert list((await shell.json("status"))[1]["jobs"]) == ["fit-two-1"]
+    assert sorted((await shell.json("status", "--all"))[1]["jobs"]) == ["fit-one-1", "fit-two-1"]
+    assert await shell("preempt", "fit", "--no-notice") == (0, "fit-two-1 is killed\n")

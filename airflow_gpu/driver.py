@@ -108,7 +108,7 @@ class Driver(Stopping):
                 # Neither says anything about the gang, which goes on meanwhile.
                 now = self.world.clock()
                 broken = broken or now
-                limit = STORE_LIMIT if isinstance(error, StoreError) else self.gang.recovery.unknown_limit
+                limit = self._away_limit(error)
                 if now - broken >= limit:
                     raise
                 self._tell(f"trying again: {error}")
@@ -118,6 +118,10 @@ class Driver(Stopping):
                 return verdict
             if until_submitted and self._may_be_left(self.journal.run.current):
                 return None
+
+    def _away_limit(self, error: Exception) -> float:
+        """Seconds for which this trouble is waited out before the driver gives up."""
+        return STORE_LIMIT if isinstance(error, StoreError) else self.gang.recovery.unknown_limit
 
     def _may_be_left(self, current: Attempt | None) -> bool:
         """It is submitted. One that is to end (the task was cleared) is first seen to its end here, within HOLD_LIMIT:

@@ -86,16 +86,20 @@ class Stopping(Actor):
         seconds, since nobody else may come to do it. Answers False when a newer
         owner has the run, or there is a verdict.
         """
-        end = self.world.clock() + STOP_LIMIT
+        begun = self.world.clock()
         while True:
             try:
                 return await self._stop_once(reason, detail)
             except (LostRace, JournalError, StoreError, TargetError) as error:
-                if self.world.clock() >= end:
+                if self.world.clock() - begun >= self._stop_limit(error):
                     raise
                 if not isinstance(error, LostRace):
                     self._tell(f"the gang could not be told to end yet, trying again: {error}")
                 await self.world.sleep(min(self.world.poll, 1.0))
+
+    def _stop_limit(self, error: Exception) -> float:
+        """Seconds for which this trouble is waited out before a stop is given up."""
+        return STOP_LIMIT
 
     async def _stop_once(self, reason: str, detail: str) -> bool:
         run = await self.journal.refresh()

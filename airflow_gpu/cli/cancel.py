@@ -97,7 +97,7 @@ def _tell(seen: SeenRun, ended: Ended, as_json: bool, *, ended_now: bool = True)
             markup=False,
             soft_wrap=True,
         )
-    else:
+    elif ended.ok:  # else nobody has looked
         console.print("there is no checkpoint", highlight=False)
     if ended_now and verdict is not None and verdict.outcome == "cancelled":
         console.print(

@@ -163,8 +163,8 @@ async def list_checkpoints(place: Place, name: str, *, as_json: bool) -> int:
     if survey.found:
         out().print(rows)
     else:
-        where = ", as far as its channels could be read" if survey.troubles else ""
-        click.echo(f"{seen.name} has no checkpoints{where}")
+        known = ", as far as its channels could be read" if survey.troubles else ""
+        click.echo(f"{seen.name} has no checkpoints{known}")
     if survey.elsewhere is not None:
         click.echo(f"a next life would start from step {survey.elsewhere.step} of {survey.elsewhere.run}")
     return code

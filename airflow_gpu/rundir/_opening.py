@@ -185,6 +185,11 @@ def advice(text: str) -> str:
     )
 
 
+def no_bucket(error: Exception) -> bool:
+    """Whether the store says that there is no such bucket or container. A 404 alone may be a wrong endpoint's."""
+    return any(f"<Code>{code}</Code>" in str(error) for code in ("NoSuchBucket", "ContainerNotFound"))
+
+
 def passing(error: Exception) -> bool:
     """Whether another try may succeed: no answer, 5xx, 429, a stale file handle."""
     code = error.errno if isinstance(error, OSError) else None

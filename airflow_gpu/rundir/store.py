@@ -62,7 +62,16 @@ from tenacity import (
 
 from airflow_gpu.rundir import _folder
 from airflow_gpu.rundir._folder import HIDDEN
-from airflow_gpu.rundir._opening import advice, first_line, open_store, parse, passing, remove_all, secrets_of
+from airflow_gpu.rundir._opening import (
+    advice,
+    first_line,
+    no_bucket,
+    open_store,
+    parse,
+    passing,
+    remove_all,
+    secrets_of,
+)
 from airflow_gpu.rundir._options import Asked
 
 if TYPE_CHECKING:
@@ -102,6 +111,10 @@ class Exists(StoreError):
 
 class Missing(StoreError):
     """There is no such file."""
+
+
+class NoBucket(StoreError):
+    """There is no such bucket or container: waiting makes none."""
 
 
 class _Transient(StoreError):
@@ -445,12 +458,14 @@ class Store:
 
     def _explain(self, error: Exception, path: str) -> StoreError:
         """The `StoreError` for an error of obstore or the operating system, without any secret."""
+        if no_bucket(error):
+            return self._no_bucket()
         text = f"{self.uri}: {path}: {first_line(error)}" if path else f"{self.uri}: {first_line(error)}"
         kind = _Transient if passing(error) else StoreError
         return kind(self._redact(text) + advice(text))
 
     def _no_bucket(self) -> StoreError:
-        return StoreError(f"{self.uri}: the bucket or container does not exist")
+        return NoBucket(f"{self.uri}: the bucket or container does not exist")
 
     def _create_local(self, target: Path, path: str, data: bytes) -> None:
         try:

@@ -8,7 +8,9 @@ entry has to be written for.
 What it does not do: start anything. :class:`Ender` is the driver with its
 submits taken out: at a point where a driver would start again, it gives up.
 
-Limits: whoever journals anything in between wins. A new owner (a Clear, a
+Limits: a channel that does not answer is tried for ``AWAY_LIMIT`` seconds, one
+whose bucket does not exist only once: a sweep comes again, and others wait for
+it. Whoever journals anything in between wins. A new owner (a Clear, a
 retry) is found by the first write that fails, and the run is left to it.
 """
 
@@ -24,7 +26,7 @@ from airflow_gpu.gang.identity import RunKey
 from airflow_gpu.gang.run import Attempt, Cause, CheckpointRef, State
 from airflow_gpu.gang.spec import Gang, GangError
 from airflow_gpu.rundir.journal import Journal, LostRace
-from airflow_gpu.rundir.store import StoreError
+from airflow_gpu.rundir.store import NoBucket, StoreError
 from airflow_gpu.targets.base import JobRef, TargetError
 from airflow_gpu.targets.watch import bounded
 
@@ -33,6 +35,9 @@ LOST_GRACE = 30.0
 
 LOOK_EVERY = 2.0
 """Seconds between two looks at a job that was told to end."""
+
+AWAY_LIMIT = 60.0
+"""Seconds for which a store that does not answer is tried for one run."""
 
 OWN_FIELDS = ("v", "seq", "at", "epoch", "writer")
 
@@ -52,6 +57,12 @@ class Ender(Driver):
 
     why = "nobody wants it"
 
+    def _stop_limit(self, error: Exception) -> float:
+        return _limit(error, super()._stop_limit(error))
+
+    def _away_limit(self, error: Exception) -> float:
+        return _limit(error, super()._away_limit(error))
+
     async def _start(self, number: int, resume: bool) -> None:
         """Nothing runs and this owner would start again (a stop of an older owner, a move): it is to end instead."""
         await self._append(stop_entry(0, "user", self.why))
@@ -59,6 +70,12 @@ class Ender(Driver):
     async def _submit(self, attempt: Attempt) -> None:
         """An attempt that was journalled and never submitted: told to end, it is looked for and closed."""
         await self._append(stop_entry(attempt.number, "user", self.why))
+
+
+def _limit(error: Exception, usual: float) -> float:
+    if isinstance(error, NoBucket):
+        return 0.0
+    return AWAY_LIMIT if isinstance(error, StoreError) else usual
 
 
 async def end_run(

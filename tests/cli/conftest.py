@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from airflow_gpu.cli.main import commands
+from tests.beds.stores.servers import Server
 from tests.sweep.conftest import Plant
 
 
@@ -46,6 +47,16 @@ class Shell:
 
     async def json(self, *arguments: str, code: int = 0) -> Any:
         return json.loads((await self(*arguments, "--json", code=code)).stdout)
+
+
+def minio(s3: Server, key: str = "") -> dict[str, Any]:
+    """A connection to it; with another ``key`` than its own it is refused."""
+    return {
+        "conn_type": "aws",
+        "login": s3.options["access_key_id"],
+        "password": key or s3.options["secret_access_key"],
+        "extra": {"region_name": "us-east-1", "endpoint_url": s3.options["endpoint"]},
+    }
 
 
 @pytest.fixture

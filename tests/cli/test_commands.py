@@ -15,7 +15,8 @@ import pytest
 from airflow_gpu.gang.function import FunctionSource
 from airflow_gpu.gang.run import Cause, State
 from airflow_gpu.gang.spec import Gang
-from tests.cli.conftest import Shell
+from tests.beds.stores.started import started
+from tests.cli.conftest import Shell, minio
 from tests.conformance import programs
 from tests.sweep.conftest import LIMIT, Plant
 
@@ -179,6 +180,21 @@ async def test_cancel_a_lost_job(plant: Plant, shell: Shell) -> None:
     assert row["state"] in ("starting", "running")
     assert "ended" in (await shell("cancel", row["job"])).stdout
     assert await plant.state(held) is State.CANCELLED
+
+
+async def test_a_bucket_that_does_not_exist(plant: Plant, shell: Shell) -> None:
+    """Said with its reason and at once, though one may wait for a quarter of an hour."""
+    with started() as servers:
+        shell.env |= {
+            "AIRFLOW_CONN_MINIO": json.dumps(minio(servers["s3"])),
+            "AIRFLOW__GPU__STORE_CONN_IDS": json.dumps({"s3://": "minio"}),
+        }
+        await plant.never_submitted(await plant.own(plant.key()), "s3://nobody-made-this")
+        told = await shell("cancel", "dag", "--wait", "20", code=3)
+        assert "dag/r1/fit: could not be ended: s3://nobody-made-this" in told.stdout
+        assert "the bucket or container does not exist" in told.stdout
+        assert "there is no checkpoint" not in told.stdout
+        assert "does not exist" in (await shell.json("cancel", "dag", "--wait", "20", code=3))["words"]
 
 
 async def test_sweep(plant: Plant, shell: Shell) -> None:

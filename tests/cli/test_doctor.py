@@ -12,7 +12,7 @@ import pytest
 
 from tests.beds.stores.servers import Server
 from tests.beds.stores.started import started
-from tests.cli.conftest import Shell
+from tests.cli.conftest import Shell, minio
 from tests.sweep.conftest import Plant
 
 
@@ -100,15 +100,9 @@ def on_s3(shell: Shell, s3: Server, key: str = "") -> str:
     root = f"{s3.uri}/{secrets.token_hex(6)}"
     connection = json.loads(str(shell.env["AIRFLOW_CONN_HERE"]))
     connection["extra"]["channel"] = root
-    minio = {
-        "conn_type": "aws",
-        "login": s3.options["access_key_id"],
-        "password": key or s3.options["secret_access_key"],
-        "extra": {"region_name": "us-east-1", "endpoint_url": s3.options["endpoint"]},
-    }
     shell.env |= {
         "AIRFLOW_CONN_HERE": json.dumps(connection),
-        "AIRFLOW_CONN_MINIO": json.dumps(minio),
+        "AIRFLOW_CONN_MINIO": json.dumps(minio(s3, key)),
         "AIRFLOW__GPU__STORE_CONN_IDS": json.dumps({s3.uri: "minio"}),
         "AWS_ACCESS_KEY_ID": None,
         "AWS_SECRET_ACCESS_KEY": None,

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from airflow_gpu.driver import Driver, World
-from airflow_gpu.gang.identity import RunKey
+from airflow_gpu.gang.entries import attempt_entry
+from airflow_gpu.gang.identity import RunKey, attempt_name
 from airflow_gpu.gang.ownership import Try
 from airflow_gpu.gang.run import State
 from airflow_gpu.gang.spec import Gang
@@ -67,6 +68,8 @@ class Plant:
         self.admin = Admin(root / "cluster")
         self.targets: dict[str, Target] = {"here": self.cluster("here")}
         self.said: list[str] = []
+        self.open: Callable[[str], Store] = Store
+        self.now: Callable[[], float] = time.time
 
     def cluster(self, name: str) -> LocalTarget:
         shape = {"nodes": 4, "gpus_per_node": 1, "accelerator": "pretend"}
@@ -84,10 +87,10 @@ class Plant:
             return {}
 
         return World(
-            clock=time.time,
+            clock=self.now,
             sleep=asyncio.sleep,
             target=target,
-            channel_store=Store,
+            channel_store=self.open,
             watcher=lambda of: watchers.setdefault(id(of), Watcher(of, POLL)),
             secrets=secrets,
             say=self.said.append,
@@ -156,6 +159,21 @@ class Plant:
     async def finish(self, held: Held, gang: Gang | None = None) -> None:
         """Drive it to its verdict."""
         assert await asyncio.wait_for(self.driver(held, gang).run(), LIMIT) is not None
+
+    async def never_submitted(self, held: Held, channel: str) -> None:
+        """Its attempt is journalled with its channel there, and its driver went before it could submit."""
+        entry = attempt_entry(
+            attempt=1,
+            name=attempt_name(held.key, held.incarnation, 1),
+            target="here",
+            channel=f"{channel}/{held.journal.path}",
+            offer={},
+            resume=True,
+            first_life=1,
+            digest="d" * 64,
+        )
+        await held.journal.append(entry, epoch=held.epoch, now=time.time(), after=held.journal.run.seq)
+        self.airflow.told[held.key] = "failed"
 
     def ref(self, held: Held, attempt: int = -1) -> JobRef:
         found = held.journal.run.attempts[attempt if attempt < 0 else attempt - 1]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from airflow_gpu.gang.identity import RunKey, attempt_name
 from airflow_gpu.gang.run import Cause, State
@@ -15,6 +18,8 @@ from airflow_gpu.rundir.store import Store
 from airflow_gpu.sweeping.decide import COMING, ENDED
 from airflow_gpu.sweeping.looking import Known, look
 from airflow_gpu.targets.base import TargetError
+from tests.beds.stores.servers import Server
+from tests.beds.stores.started import started
 from tests.sweep.conftest import Plant, cases, only
 
 
@@ -37,6 +42,42 @@ async def test_unwanted_is_ended(plant: Plant) -> None:
     # Once more: nothing is left to do.
     again = await plant.sweep()
     assert (cases(again), again.ended, again.problems) == ([], [], [])
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Server]:
+    with started() as servers:
+        yield servers["s3"]
+
+
+async def test_a_bucket_that_does_not_exist_holds_up_nobody(
+    plant: Plant, s3: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such runs take all turns there are, and the one behind them is ended all the same; each is told by its name."""
+    monkeypatch.setattr("airflow_gpu.sweeping.sweep.ENDINGS", 2)
+    plant.open = lambda uri: Store(uri, s3.options if uri.startswith("s3:") else None)
+    for task in ("a", "b", "c"):
+        await plant.never_submitted(await plant.own(plant.key(task)), "s3://nobody-made-this")
+    held = await plant.begin(plant.key("fit"), "failed")
+    report = await plant.sweep(options={"limit": 20.0})
+    assert await plant.state(held) is State.CANCELLED
+    assert [item.run for item in report.items if item.case.value == "unwanted" and not item.problem] == [
+        "dag/r1/fit"
+    ]
+    told = [line for line in report.problems if "the bucket or container does not exist" in line]
+    assert [line[:6] for line in told] == ["dag-a-", "dag-b-", "dag-c-"]
+    assert not report.json()["ok"]
+
+
+async def test_a_channel_that_does_not_answer_is_given_up(plant: Plant) -> None:
+    """By this clock a second takes a minute; the wait is for the channel alone, not for the whole of the limit."""
+    (plant.root / "file").write_text("not a folder")
+    begun = time.time()
+    plant.now = lambda: begun + 60 * (time.time() - begun)
+    await plant.never_submitted(await plant.own(plant.key("lost")), f"file://{plant.root}/file/channel")
+    [line] = (await plant.sweep(options={"limit": 2.0})).problems
+    assert "could not be ended" in line.lower()
+    assert "Not a directory" in line
 
 
 async def test_absent_is_unwanted(plant: Plant) -> None:

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from airflow_gpu.cli.place import Place
+from airflow_gpu.cli.remedies import remedy, target_remedy
 from airflow_gpu.cli.show import cell, out, print_json, say, table
 from airflow_gpu.driver import Driver
 from airflow_gpu.gang.function import FunctionSource
@@ -148,9 +149,8 @@ async def _state_store(place: Place) -> tuple[list[Check], bool]:
     folder = store.folder
     made = folder is not None and not folder.exists()
     allowed = place.credentials().advice(place.state_uri)
-    checks, good = await _writes(
-        "state store", store, allowed or "the process that runs Airflow must be able to write here"
-    )
+    usual = allowed or "the process that runs Airflow must be able to write here"
+    checks, good = await _writes("state store", store, "[gpu] state_uri", usual)
     if good and made:
         found = f"{folder} was not there; it is now, and it is empty"
         checks.append(Check("state store", "folder", WARN, found, "is [gpu] state_uri spelled right?"))
@@ -172,17 +172,20 @@ async def _state_store(place: Place) -> tuple[list[Check], bool]:
     return checks, good
 
 
-async def _writes(where: str, store: Store, todo: str) -> tuple[list[Check], bool]:
+async def _writes(where: str, store: Store, named_in: str, usual: str) -> tuple[list[Check], bool]:
     """Create-only writes are raced, and the store's clock is compared with ours."""
     begun = time.monotonic()
     try:
         async with asyncio.timeout(PROVE_LIMIT):
             await store.prove()
-    except TimeoutError:
-        found = f"no answer within {PROVE_LIMIT:.0f} s"
+    except TimeoutError as error:
+        found, todo = f"no answer within {PROVE_LIMIT:.0f} s", remedy(error, named_in, usual=usual)
         return [Check(where, "create-only writes", FAIL, found, todo)], False
     except StoreError as error:
-        hint = todo if "create-only" not in str(error) else "use a store that honours create-only writes"
+        ignored = "create-only" in str(error)
+        hint = (
+            "use a store that honours create-only writes" if ignored else remedy(error, named_in, usual=usual)
+        )
         return [Check(where, "create-only writes", FAIL, str(error), hint)], False
     took = time.monotonic() - begun
     slow = took > STORE_SLOW
@@ -242,17 +245,14 @@ def _clock(where: str, skew: float, whose: str) -> Check:
 
 
 async def _target(place: Place, name: str, *, job: bool, wait: float) -> list[Check]:
+    kind = None
     try:
         conn, where = await asyncio.to_thread(place.connections.find, name)
+        kind = str(conn.conn_type)
         target = await place.target(name)
     except TargetError as error:
-        missing = isinstance(error, NotConfigured)
-        todo = (
-            f"create it in Airflow, or set AIRFLOW_CONN_{name.upper()}"
-            if missing
-            else "correct the connection"
-        )
-        return [Check(name, "connection", FAIL, str(error), todo)]
+        kind = kind or ("" if not isinstance(error, NotConfigured) else None)
+        return [Check(name, "connection", FAIL, str(error), target_remedy(error, name, kind))]
     checks = [Check(name, "connection", OK, f"{conn.conn_type}, from {where}")]
     small = _gang(name, 0)
     offers, offered = await _offers(name, target, small)
@@ -330,6 +330,7 @@ async def _channel(place: Place, name: str, target: Target) -> tuple[list[Check]
     checks, good = await _writes(
         name,
         store,
+        f"the channel of the connection {name!r}",
         allowed or "Airflow must be able to write to the channel: check the mount, the path and the rights",
     )
     if allowed and good:

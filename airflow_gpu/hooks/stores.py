@@ -46,12 +46,35 @@ _AMBIENT: Final = {
 """For each scheme: the type of connection, and the variables, that would do."""
 
 
+_KINDS: Final = {
+    "s3": ("aws",),
+    "gs": ("google_cloud_platform",),
+    "az": ("wasb", "adls"),
+    "sftp": ("ssh", "sftp"),
+}
+"""For each scheme the types of connections that are for it. Others are taken by obstore's names, unless they are
+for another scheme or for a target."""
+
+
 class NoSuchConnection(Exception):
     """Airflow answered that there is no such connection, which is something else than no answer."""
 
 
 class NoConnection(StoreError):
-    """A connection that the settings name for a store is not there: waiting would not help."""
+    """A connection that the settings name for a store is not there: waiting would not help.
+
+    :param conn_id: its id.
+    :param kinds: types of connections that would do; empty for a folder.
+    """
+
+    def __init__(self, message: str, conn_id: str, kinds: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.conn_id = conn_id
+        self.kinds = kinds
+
+
+class WrongConnection(NoConnection):
+    """It is there, and of a type that is for something else."""
 
 
 def conn_ids(text: str | None) -> dict[str, str]:
@@ -153,13 +176,16 @@ class Credentials:
             kind = f" with the type {advised(uri)[0]!r}" if _named(uri) else ""
             raise NoConnection(
                 f"{uri}: there is no connection {conn_id!r}, which {SETTING} or [gpu] state_conn_id names. Create it "
-                f"in Airflow{kind}, or set AIRFLOW_CONN_{conn_id.upper()}"
+                f"in Airflow{kind}, or set AIRFLOW_CONN_{conn_id.upper()}",
+                conn_id,
+                kinds_for(uri),
             ) from None
         except Exception as error:
             # Of what it says only the kind: a backend's error may hold what it was asked with.
             raise StoreError(
                 f"{uri}: the connection {conn_id!r} cannot be read now: {type(error).__name__}"
             ) from None
+        _fits(uri, conn)
         return store_options(conn)
 
     async def public(self, uri: str) -> dict[str, str | bool]:
@@ -207,9 +233,26 @@ async def tell_jobs(target: Target, credentials: Credentials) -> None:
     try:
         target.job_store = await credentials.public(target.channel)
     except NoConnection as error:
-        raise NotConfigured(f"the channel of {target.name}: {error}") from None
+        raise NotConfigured(f"the channel of {target.name}: {error}") from error
     except StoreError as error:
         raise TargetError(f"the channel of {target.name}: {error}") from None
+
+
+def kinds_for(uri: str) -> tuple[str, ...]:
+    """The types of connections that are for a store at this URI; empty for a folder."""
+    return _KINDS[_segments(uri)[0]] if _named(uri) else ()
+
+
+def _fits(uri: str, conn: Any) -> None:
+    kind, right = str(conn.conn_type or ""), kinds_for(uri)
+    others = {one for kinds in _KINDS.values() for one in kinds}
+    if right and kind not in right and (kind in others or kind.startswith("gpu_")):
+        raise WrongConnection(
+            f"{uri}: the connection {conn.conn_id!r} has the type {kind!r}, and such a store takes one of type "
+            f"{' or '.join(map(repr, right))}",
+            str(conn.conn_id),
+            right,
+        )
 
 
 def advised(uri: str) -> tuple[str, str]:

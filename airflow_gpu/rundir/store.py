@@ -117,8 +117,8 @@ class NoBucket(StoreError):
     """There is no such bucket or container: waiting makes none."""
 
 
-class _Transient(StoreError):
-    """The same operation may well succeed a moment later."""
+class Away(StoreError):
+    """The store did not answer, or not as it does else: the same may well succeed a moment later."""
 
 
 @dataclass(frozen=True, order=True)
@@ -243,7 +243,7 @@ class Store:
                 try:
                     found = self._get(path, 0, None)
                 except Missing:
-                    raise _Transient(f"{self.uri}: {path} is being written or removed by another") from None
+                    raise Away(f"{self.uri}: {path} is being written or removed by another") from None
                 if not (uncertain and found == data):
                     raise Exists(f"{self.uri}: {path} exists") from None
             except FileNotFoundError:
@@ -438,10 +438,10 @@ class Store:
         # a triggerer that watches a thousand gangs stood still for a second every few seconds to collect them.
         try:
             return await self._once(once, path)
-        except _Transient:
+        except Away:
             await asyncio.sleep(random.uniform(0, FIRST_WAIT))
         async for attempt in AsyncRetrying(
-            retry=retry_if_exception_type(_Transient),
+            retry=retry_if_exception_type(Away),
             stop=stop_after_attempt(TRIES - 1) | stop_after_delay(TRY_FOR),
             wait=wait_random_exponential(multiplier=2 * FIRST_WAIT, max=LONGEST_WAIT),
             reraise=True,
@@ -461,7 +461,7 @@ class Store:
         if no_bucket(error):
             return self._no_bucket()
         text = f"{self.uri}: {path}: {first_line(error)}" if path else f"{self.uri}: {first_line(error)}"
-        kind = _Transient if passing(error) else StoreError
+        kind = Away if passing(error) else StoreError
         return kind(self._redact(text) + advice(text))
 
     def _no_bucket(self) -> StoreError:

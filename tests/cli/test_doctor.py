@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.beds.ports import free_port
 from tests.beds.stores.servers import Server
 from tests.beds.stores.started import started
 from tests.cli.conftest import Shell, minio
@@ -136,11 +137,51 @@ async def test_a_connection_without_the_right_says_which(plant: Plant, shell: Sh
 
 
 async def test_a_connection_that_is_named_and_not_there(plant: Plant, shell: Shell, s3: Server) -> None:
+    """The remedy is about the connection that is missing, not about the target's, which is there."""
     on_s3(shell, s3)
     shell.env["AIRFLOW__GPU__STORE_CONN_IDS"] = json.dumps({"s3://": "nothing_there"})
     row = rows(await shell.json("doctor", "here", code=3))["here", "connection"]
     assert "no connection 'nothing_there'" in row["found"]
     assert "[gpu] store_conn_ids" in row["found"]
+    assert row["todo"].startswith(
+        "create the connection 'nothing_there' of type 'aws', in Airflow or as AIRFLOW_CONN_NOTHING_THERE"
+    )
+
+
+async def test_a_connection_for_something_else(plant: Plant, shell: Shell, s3: Server) -> None:
+    """Of a target, or of a store: told with the type that is right, before anybody is asked."""
+    on_s3(shell, s3)
+    shell.env["AIRFLOW_CONN_MINIO"] = json.dumps({"conn_type": "ssh", "host": "login"})
+    row = rows(await shell.json("doctor", "here", code=3))["here", "connection"]
+    assert "has the type 'ssh'" in row["found"]
+    assert row["todo"] == "give the connection 'minio' the type 'aws', or name another one for this store"
+    shell.env["AIRFLOW_CONN_HERE"] = shell.env["AIRFLOW_CONN_MINIO"]
+    row = rows(await shell.json("doctor", "here", code=3))["here", "connection"]
+    assert row["todo"] == "name a connection of type 'gpu_local', or give 'here' that type"
+
+
+async def test_a_bucket_that_does_not_exist(plant: Plant, shell: Shell, s3: Server) -> None:
+    on_s3(shell, s3)
+    connection = json.loads(str(shell.env["AIRFLOW_CONN_HERE"]))
+    connection["extra"]["channel"] = "s3://nobody-made-this/gangs"
+    shell.env["AIRFLOW_CONN_HERE"] = json.dumps(connection)
+    shell.env["AIRFLOW__GPU__STORE_CONN_IDS"] = json.dumps({"s3://": "minio"})
+    found = rows(await shell.json("doctor", "here", "--state-uri", "s3://nobody-made-this", code=3))
+    create = "create the bucket or container, or correct its name in"
+    assert found["here", "create-only writes"]["todo"] == f"{create} the channel of the connection 'here'"
+    assert found["state store", "create-only writes"]["todo"] == f"{create} [gpu] state_uri"
+
+
+async def test_an_endpoint_that_is_away(plant: Plant, shell: Shell, s3: Server) -> None:
+    """Nobody listens there: that is no matter of rights."""
+    on_s3(shell, s3)
+    away = minio(s3)
+    away["extra"]["endpoint_url"] = f"http://127.0.0.1:{free_port()}"
+    shell.env["AIRFLOW_CONN_MINIO"] = json.dumps(away)
+    row = rows(await shell.json("doctor", "here", code=3))["here", "create-only writes"]
+    assert row["result"] == "fail"
+    assert row["todo"].startswith("see whether the store is up and can be reached from here")
+    assert "the right to" not in row["todo"]
 
 
 async def test_without_credentials_it_says_what_would_do(

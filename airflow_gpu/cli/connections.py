@@ -26,6 +26,7 @@ from airflow_gpu.hooks.target import KINDS, build_target
 from airflow_gpu.targets.base import NotConfigured, Target, TargetError
 
 PREFIX = "AIRFLOW_CONN_"
+VARIABLE_PREFIX = "AIRFLOW_VAR_"
 
 
 class BadFile(ValueError):
@@ -75,6 +76,16 @@ class Connections:
         if name in self._env:
             return parse(conn_id, self._env[name]), name
         return self._airflows(conn_id), "Airflow"
+
+    def variable(self, name: str) -> str | None:
+        """The value of an Airflow variable, from the environment or Airflow; None where there is none."""
+        value = self._env.get(VARIABLE_PREFIX + name.upper())
+        if value is not None:
+            return value
+        from airflow.models.variable import Variable
+
+        found = Variable.get_variable_from_secrets(name)
+        return None if found is None else str(found)
 
     def targets(self) -> list[str]:
         """Ids of the connections in file and environment that are targets of gangs."""

@@ -12,31 +12,23 @@ Limits: a check that needs an earlier one is left out when that failed.
 from __future__ import annotations
 
 import asyncio
-import json
-import secrets
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, replace
+from secrets import token_bytes, token_hex
 
+from airflow_gpu.cli.checks import FAIL, LEFT_OUT, OK, WARN, Check, clock, off
+from airflow_gpu.cli.inside import in_a_job, small_gang
 from airflow_gpu.cli.place import Place
 from airflow_gpu.cli.remedies import remedy, target_remedy
-from airflow_gpu.cli.show import cell, out, print_json, say, table
-from airflow_gpu.driver import Driver
-from airflow_gpu.gang.function import FunctionSource
-from airflow_gpu.gang.identity import LABEL_PREFIX, RunKey, run_path, slot_path
-from airflow_gpu.gang.ownership import Try
-from airflow_gpu.gang.run import Verdict
+from airflow_gpu.cli.show import cell, out, print_json, table
+from airflow_gpu.gang.identity import LABEL_PREFIX
 from airflow_gpu.gang.spec import Gang
-from airflow_gpu.rundir.slot import take
 from airflow_gpu.rundir.store import Store, StoreError
-from airflow_gpu.sweeping.decide import DOCTOR, installation_label
+from airflow_gpu.sweeping.decide import installation_label
 from airflow_gpu.sweeping.listing import run_dirs
 from airflow_gpu.targets.base import NotConfigured, Offer, Target, TargetError
 from airflow_gpu.targets.watch import bounded
-
-SKEW = 30.0
-"""Seconds by which clocks may differ before it is worth a warning: limits on waiting are compared across them."""
 
 PROVE_LIMIT = 40.0
 """Seconds for the race of writers. Without credentials obstore asks the machine's cloud for some, and waits long."""
@@ -44,40 +36,16 @@ PROVE_LIMIT = 40.0
 STORE_SLOW = 5.0
 """Seconds that the race of writers may take before it is worth a warning."""
 
-OK, WARN, FAIL, LEFT_OUT = "ok", "warn", "fail", "-"
 _COLOURS = {OK: "green", WARN: "yellow", FAIL: "red", LEFT_OUT: "dim"}
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One row: what was checked, where, how it went, what was found, and what to do."""
+async def examine(
+    place: Place, names: list[str], *, job: bool, wait: float, secrets: Mapping[str, str], as_json: bool
+) -> int:
+    """All checks; 3 when one has failed.
 
-    where: str
-    check: str
-    result: str
-    found: str
-    todo: str = ""
-
-
-def probe(gang=None):  # type: ignore[no-untyped-def]
-    """Runs in the job: who it is there, and whether a checkpoint can be written and read back."""
-    import platform
-    import sys
-    import time
-
-    begun = time.time()
-    with gang.checkpoint.save(1) as folder:
-        (folder / f"rank-{gang.rank}").write_text("written by the job")
-    return {
-        "python": platform.python_version(),
-        "executable": sys.executable,
-        "host": platform.node(),
-        "time": begun,
-    }
-
-
-async def examine(place: Place, names: list[str], *, job: bool, wait: float, as_json: bool) -> int:
-    """All checks; 3 when one has failed."""
+    :param secrets: for the job, by reference, as in ``Gang.secrets``.
+    """
     checks = _settings(place)
     store_checks, good = await _state_store(place)
     checks += store_checks
@@ -93,7 +61,7 @@ async def examine(place: Place, names: list[str], *, job: bool, wait: float, as_
             )
         )
     for name in targets:
-        checks += await _target(place, name, job=job and good, wait=wait)
+        checks += await _target(place, name, job=job and good, wait=wait, secrets=secrets)
     failed = any(check.result == FAIL for check in checks)
     if as_json:
         print_json({"ok": not failed, "checks": [asdict(check) for check in checks]})
@@ -200,19 +168,19 @@ async def _writes(where: str, store: Store, named_in: str, usual: str) -> tuple[
     ]
     skew = await _skew(store)
     if skew is not None:
-        checks.append(_clock(where, skew, "the store"))
+        checks.append(clock(where, skew, "the store"))
     return checks, True
 
 
 async def _skew(store: Store) -> float | None:
     """Seconds by which the store's clock is ahead of ours, at least; 0 when it may be right."""
-    folder = f"probe-{secrets.token_hex(8)}"
+    folder = f"probe-{token_hex(8)}"
     before = time.time()
     try:
-        await store.create(f"{folder}/clock", secrets.token_bytes(8))
+        await store.create(f"{folder}/clock", token_bytes(8))
         after = time.time()
         found = await _modified(store, f"{folder}/clock")
-        return _off(found, before, after)
+        return off(found, before, after)
     except StoreError:
         return None
     finally:
@@ -226,25 +194,12 @@ async def _modified(store: Store, path: str) -> float:
     return await store.ask(lambda reader: float(reader.head(path)["last_modified"].timestamp()), path)
 
 
-def _off(found: float, before: float, after: float) -> float:
-    """How far a clock is off that said ``found`` at a moment between the two. A second is rounding."""
-    if before - 1 <= found <= after + 1:
-        return 0.0
-    return found - after if found > after else found - before
-
-
-def _clock(where: str, skew: float, whose: str) -> Check:
-    if abs(skew) <= SKEW:
-        return Check(where, "clock", OK, "as here" if not skew else f"{skew:+.0f} s")
-    return Check(
-        where, "clock", WARN, f"{skew:+.0f} s", f"set the clocks of {whose} and of this machine by NTP"
-    )
-
-
 # -- targets ---------------------------------------------------------------------------------------
 
 
-async def _target(place: Place, name: str, *, job: bool, wait: float) -> list[Check]:
+async def _target(
+    place: Place, name: str, *, job: bool, wait: float, secrets: Mapping[str, str]
+) -> list[Check]:
     kind = None
     try:
         conn, where = await asyncio.to_thread(place.connections.find, name)
@@ -254,7 +209,7 @@ async def _target(place: Place, name: str, *, job: bool, wait: float) -> list[Ch
         kind = kind or ("" if not isinstance(error, NotConfigured) else None)
         return [Check(name, "connection", FAIL, str(error), target_remedy(error, name, kind))]
     checks = [Check(name, "connection", OK, f"{conn.conn_type}, from {where}")]
-    small = _gang(name, 0)
+    small = small_gang(name, 0, secrets=secrets)
     offers, offered = await _offers(name, target, small)
     checks += offers
     label = {LABEL_PREFIX + "installation": installation_label(place.installation)}
@@ -277,7 +232,7 @@ async def _target(place: Place, name: str, *, job: bool, wait: float) -> list[Ch
     elif not (good and offered is not None):
         checks.append(Check(name, "job", LEFT_OUT, "not tried", "what is wrong above comes first"))
     else:
-        checks += await _job(place, name, offered, wait)
+        checks += await in_a_job(place, name, offered, wait)
     return checks
 
 
@@ -338,92 +293,3 @@ async def _channel(place: Place, name: str, target: Target) -> tuple[list[Check]
         found = f"{known.words(target.channel)}; jobs log in by themselves, and are told: {told}"
         checks.insert(0, Check(name, "credentials", OK, found))
     return [replace(check, check=f"channel {target.channel}: {check.check}") for check in checks], good
-
-
-# -- from inside of a job --------------------------------------------------------------------------
-
-
-def _gang(name: str, gpus: int, wait: float = 300.0) -> Gang:
-    return Gang(
-        function=FunctionSource.of(probe, (), {}),
-        nodes=1,
-        gpus_per_node=gpus,
-        targets=name,
-        time_limit=max(60.0, wait),
-        stop_grace=5,
-        placement={"max_wait": max(1.0, wait), "start_timeout": max(1.0, wait)},
-        checkpointing={"interval": None},
-        recovery={"mode": "never", "unknown_limit": max(1.0, wait)},
-    )
-
-
-async def _job(place: Place, name: str, gang: Gang, wait: float) -> list[Check]:
-    """Run a gang of one node there, as any gang is run, and look at what it left."""
-    store = place.store()
-    key = RunKey(place.installation, DOCTOR, f"{time.strftime('%Y%m%dT%H%M%S')}-{secrets.token_hex(3)}", name)
-    gang = _gang(name, gang.gpus_per_node, wait)
-    held = await take(
-        store,
-        key,
-        Try(f"doctor-{secrets.token_hex(4)}", 1, 0),
-        on_clear="resume",
-        gang=json.loads(gang.to_json()),
-        digest=gang.digest(),
-        deadline=time.time() + wait,
-        now=time.time(),
-    )
-    world = place.world(lambda line: say(f"{name}: {line}"))
-    before = time.time()
-    driver = Driver(held.journal, key, held.incarnation, gang, epoch=held.epoch, world=world)
-    path = run_path(key, held.incarnation)
-    try:
-        async with asyncio.timeout(wait + 60):
-            verdict = await driver.run()
-    except (TimeoutError, StoreError, TargetError) as error:
-        await driver.stop("user", "the doctor does not wait any longer")
-        why = str(error) or f"no verdict after {wait:.0f} s"
-        return [Check(name, "job", FAIL, why, f"airflow-gpu logs {path}; airflow-gpu sweep ends it")]
-    assert verdict is not None
-    if not verdict.success:
-        return [_no_job(name, verdict, path)]
-    checks = _inside(name, verdict, before, time.time())
-    for attempt in held.journal.run.attempts:
-        await place.channel(attempt.channel, path).store.delete_tree(slot_path(key))
-    await store.delete_tree(slot_path(key))
-    return checks
-
-
-def _no_job(name: str, verdict: Verdict, path: str) -> Check:
-    failure = verdict.record.get("failure") or {}
-    tail = str(failure.get("tail") or "").strip().splitlines()[-1:]
-    found = " ".join([f"{verdict.cause}: {verdict.message}", *tail]).strip()
-    todos = {
-        "stopped": "no node was free in time; try again with a longer --wait",
-        "queued_too_long": "no node was free in time; try again with a longer --wait",
-        "not_started": "the runtime never started: is there a Python 3.8 or later, and does the node see the channel?",
-        "no_evidence": "the ranks left no records: the node cannot write to the channel, or sees it at another path",
-        "rejected": "the target refuses the job, see the reason",
-    }
-    todo = todos.get(verdict.cause.value, "read its output")
-    return Check(name, "job", FAIL, found, f"{todo}. Output: airflow-gpu logs {path}")
-
-
-def _inside(name: str, verdict: Verdict, before: float, after: float) -> list[Check]:
-    told: dict[str, Any] = verdict.record.get("result") or {}
-    checkpoint = verdict.record.get("checkpoint")
-    checks = [
-        Check(name, "job", OK, f"ran on {told.get('host')} in {after - before:.1f} s"),
-        Check(name, "job: Python", OK, f"{told.get('python')} ({told.get('executable')})"),
-        Check(name, "job: reads and writes the channel", OK, f"a checkpoint at step {checkpoint['step']}")
-        if checkpoint
-        else Check(
-            name,
-            "job: reads and writes the channel",
-            FAIL,
-            "its checkpoint was not saved",
-            "the node must be able to write to the channel",
-        ),
-    ]
-    if isinstance(told.get("time"), float):
-        checks.append(_clock(name, _off(told["time"], before, after), "the nodes"))
-    return checks

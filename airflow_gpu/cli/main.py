@@ -221,7 +221,7 @@ def sweep(place: Place, asks: Any, dry_run: bool, lost: bool, days: float, wait:
 
 
 @commands.command(
-    epilog="\b\nExamples:\n  airflow-gpu doctor\n  airflow-gpu doctor slurm_h100 --job\n  airflow-gpu doctor --json"
+    epilog="\b\nExamples:\n  airflow-gpu doctor\n  airflow-gpu doctor slurm_h100 --job\n  airflow-gpu doctor slurm_h100 --job --secret AWS_ACCESS_KEY_ID=conn:minio#login --secret AWS_SECRET_ACCESS_KEY=conn:minio#password\n  airflow-gpu doctor --json"
 )
 @click.argument("names", metavar="[TARGET]...", nargs=-1)
 @click.option(
@@ -234,8 +234,18 @@ def sweep(place: Place, asks: Any, dry_run: bool, lost: bool, days: float, wait:
     show_default=True,
     help="Longest wait for that job, in seconds.",
 )
+@click.option(
+    "--secret",
+    "secrets",
+    multiple=True,
+    metavar="NAME=REFERENCE",
+    help="Environment of that job, as in Gang(secrets=...): NAME=conn:ID#password (or #login, #host, #extra.KEY) or "
+    "NAME=var:KEY. May be given several times; values are shown nowhere.",
+)
 @placed
-def doctor(place: Place, names: tuple[str, ...], job: bool, wait: float, as_json: bool) -> int:
+def doctor(
+    place: Place, names: tuple[str, ...], job: bool, wait: float, secrets: tuple[str, ...], as_json: bool
+) -> int:
     """Check settings, state store, connections, targets and channels.
 
     TARGET is the id of a connection; without any, all that options, [gpu] targets,
@@ -244,8 +254,12 @@ def doctor(place: Place, names: tuple[str, ...], job: bool, wait: float, as_json
     its side sees: whether it can write to the channel, its Python, its clock.
     """
     from airflow_gpu.cli.doctor import examine
+    from airflow_gpu.cli.inside import references
 
-    return run(examine(place, list(names), job=job, wait=wait, as_json=as_json))
+    if secrets and not job:
+        raise click.UsageError("--secret is for the job: give --job as well")
+    given = references(secrets)
+    return run(examine(place, list(names), job=job, wait=wait, secrets=given, as_json=as_json))
 
 
 commands.add_command(checkpoints)

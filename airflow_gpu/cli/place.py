@@ -151,18 +151,26 @@ class Place:
             self._targets[name] = found
         return self._targets[name]
 
+    async def secrets(self, references: Mapping[str, str]) -> Mapping[str, str]:
+        """Values of references as in ``Gang.secrets``, from where connections come from; variables from
+        ``AIRFLOW_VAR_<NAME>`` or Airflow.
+
+        :raises TargetError: one is not there, or cannot be read. The message has no value.
+        """
+        from airflow_gpu.hooks.references import resolve
+
+        async def variable(name: str) -> str | None:
+            return await asyncio.to_thread(self.connections.variable, name)
+
+        return await resolve(references, self._connection, variable)
+
     def world(self, say: Callable[[str], None]) -> World:
-        """For ending gangs. It resolves no secrets: the only gang that a command submits, the doctor's, has none."""
+        """For ending gangs, and for the doctor's, the only one that a command submits."""
         from airflow_gpu.driver import World
         from airflow_gpu.targets.watch import Watcher
 
         def watcher(of: Target) -> Watcher:
             return self._watchers.setdefault(id(of), Watcher(of, POLL))
-
-        async def no_secrets(references: Mapping[str, str]) -> Mapping[str, str]:
-            if references:
-                raise NotConfigured("a command resolves no secrets")
-            return {}
 
         return World(
             clock=time.time,
@@ -171,7 +179,7 @@ class Place:
             channel_store=self.open,
             public=self.credentials().public,
             watcher=watcher,
-            secrets=no_secrets,
+            secrets=self.secrets,
             say=say,
             rank_log=lambda _: None,
             poll=POLL,

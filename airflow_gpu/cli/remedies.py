@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from airflow_gpu.hooks.stores import NoConnection, WrongConnection
 from airflow_gpu.hooks.target import KINDS
-from airflow_gpu.rundir._opening import is_nobody
 from airflow_gpu.rundir.store import Away, NoBucket
+from airflow_gpu.runtime.objects import is_nobody
 
 
 def remedy(error: BaseException, named_in: str, *, usual: str) -> str:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from airflow_gpu.compat import AirflowFailException, BaseHook
 from airflow_gpu.driver import World
+from airflow_gpu.hooks.references import resolve
 from airflow_gpu.hooks.store_options import store_options
 from airflow_gpu.hooks.stores import Credentials, NoConnection, NoSuchConnection, tell_jobs, with_state
 from airflow_gpu.hooks.target import build_target
@@ -177,30 +178,18 @@ async def state_store(given: Settings) -> Store:
 
 async def resolve_secrets(references: Mapping[str, str]) -> dict[str, str]:
     """Values of ``Gang.secrets``: ``conn:<id>#<field>`` and ``var:<name>``."""
-    values: dict[str, str] = {}
-    for name, reference in references.items():
-        kind, _, rest = reference.partition(":")
-        try:
-            if kind == "var":
-                from airflow.sdk import Variable
+    return await resolve(references, _connection, _variable)
 
-                values[name] = str(await asyncio.to_thread(Variable.get, rest))
-                continue
-            conn_id, _, field = rest.partition("#")
-            conn = await BaseHook.aget_connection(conn_id)
-        except Exception as error:
-            if _not_there(error):
-                what = f"Variable {rest!r}" if kind == "var" else f"connection {rest.partition('#')[0]!r}"
-                raise NotConfigured(f"secret {name}: there is no {what}") from None
-            raise TargetError(f"secret {name} ({reference}) cannot be read: {type(error).__name__}") from None
-        if field.startswith("extra."):
-            value = (conn.extra_dejson or {}).get(field[len("extra.") :])
-        else:
-            value = getattr(conn, field, None)
-        if value is None:
-            raise TargetError(f"secret {name}: connection {conn_id!r} has no {field!r}")
-        values[name] = str(value)
-    return values
+
+async def _variable(name: str) -> str | None:
+    from airflow.sdk import Variable
+
+    try:
+        return str(await asyncio.to_thread(Variable.get, name))
+    except Exception as error:
+        if _not_there(error):
+            return None
+        raise
 
 
 def airflow_world(given: Settings, say: Callable[[str], None], rank_log: Callable[[str], None]) -> World:

@@ -201,6 +201,40 @@ async def test_without_credentials_it_says_what_would_do(
         assert words in row["todo"]
 
 
+async def test_a_job_with_secrets(plant: Plant, shell: Shell, s3: Server) -> None:
+    """Jobs get no credentials of Airflow's: with references to some the job writes to the channel. No value is shown."""
+    on_s3(shell, s3)
+    key = s3.options["secret_access_key"]
+    shell.env["AIRFLOW_VAR_KEY_ID"] = s3.options["access_key_id"]
+    secrets = (
+        "--secret",
+        "AWS_ACCESS_KEY_ID=var:key_id",
+        "--secret",
+        "AWS_SECRET_ACCESS_KEY=conn:minio#password",
+    )
+    result = await shell("doctor", "here", "--job", *secrets, "--json")
+    found = rows(json.loads(result.stdout))
+    assert found["here", "reads and writes the channel"]["found"] == "a checkpoint at step 1"
+    assert key not in result.output
+    assert not [
+        path for path in plant.root.rglob("*") if path.is_file() and key.encode() in path.read_bytes()
+    ]
+
+
+async def test_secrets_are_references(plant: Plant, shell: Shell) -> None:
+    """What is none is refused and not repeated; one that leads nowhere fails the job's row."""
+    for wrong in ("TOKEN=hunter2", "hunter2", "TOKEN=conn:hunter2"):
+        told = (await shell("doctor", "here", "--job", "--secret", wrong, code=2)).output
+        assert "--secret must be NAME=REFERENCE" in told
+        assert "hunter2" not in told
+    assert "give --job" in (await shell("doctor", "--secret", "A=var:b", code=2)).output
+    answer = await shell.json(
+        "doctor", "here", "--job", "--secret", "A=conn:here#extra.nothing", "--wait", "5", code=3
+    )
+    assert "connection 'here' has no 'extra.nothing'" in rows(answer)["here", "job"]["found"]
+    assert "correct the --secret" in rows(answer)["here", "job"]["todo"]
+
+
 async def test_a_wrong_setting_is_named(shell: Shell) -> None:
     shell.env["AIRFLOW__GPU__STORE_CONN_IDS"] = "s3://b=minio"
     assert "[gpu] store_conn_ids must be a JSON object" in (await shell("doctor", code=1)).output

@@ -317,7 +317,14 @@ class Driver(Stopping):
         same = sighting is not None and not differs(self._observer.sighting, sighting)
         glance = queued and same and (until is None or now < until)
         seen = await self._observer.look(
-            attempt, channel, sighting, trouble, now, lasted=lasted, glance=glance
+            attempt,
+            channel,
+            sighting,
+            trouble,
+            now,
+            lasted=lasted,
+            glance=glance,
+            copies=self._gang_of(attempt).checkpointing.local is not None,
         )
         if seen.state is State.QUEUED and attempt.stop is None:
             better, blocked = self._elsewhere.look(self.journal.run, attempt, self.epoch, now)

@@ -72,10 +72,12 @@ class Observer:
         *,
         lasted: float = 0.0,
         glance: bool = False,
+        copies: bool = False,
     ) -> Observation:
         """Put a sighting and the records together.
 
         :param sighting: None when the target could not be asked, because of ``trouble``, for ``lasted`` seconds.
+        :param copies: the gang keeps copies on its nodes.
         :param glance: nothing has changed and no limit has come, so the records of a gang that never lived may wait.
         """
         ended = sighting is not None and sighting.state.ended
@@ -84,7 +86,12 @@ class Observer:
             self._glances = 0
             known = None if ended else self.evidence
             self.evidence = await channel.evidence(
-                attempt.number, ended=ended, known=known, seed=attempt.seed, since=attempt.since
+                attempt.number,
+                ended=ended,
+                known=known,
+                seed=attempt.seed,
+                since=attempt.since,
+                copies=copies,
             )
         found = self.evidence
         self.sighting = sighting or self.sighting
@@ -109,6 +116,7 @@ class Observer:
             notice_cause=found.notice_cause,
             failure=found.failure,
             checkpoint=found.checkpoint,
+            copy=found.copy,
             step=found.step,
             fruitless=found.fruitless,
             fenced=found.fenced,

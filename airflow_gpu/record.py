@@ -157,8 +157,7 @@ def describe(attempt: Attempt, seen: Observation, evidence: Evidence) -> tuple[s
     if seen.state is State.UNKNOWN or seen.ending:
         line += f" ({seen.native}{', ending' if seen.ending else ''})"
     if seen.life is not None:
-        start = f"from step {seen.life.start.step}" if seen.life.start else "from the beginning"
-        line += f", life {seen.life.number} {start}"
+        line += f", life {seen.life.number}{_start(seen.life, evidence)}"
     if seen.notice and not seen.state.ended:
         line += ", saving after the platform's notice"
     if seen.reason and seen.state is not State.RUNNING:
@@ -167,6 +166,15 @@ def describe(attempt: Attempt, seen: Observation, evidence: Evidence) -> tuple[s
         return line, ""
     total = evidence.progress.get("total")
     return line, f", step {seen.step}" + (f" of {total}" if total else "")
+
+
+def _start(life: Life, evidence: Evidence) -> str:
+    """What it started from; nothing while the nodes may still find copies that are further."""
+    if not evidence.started:
+        return ""
+    if evidence.copy is not None:
+        return f" from the nodes' copies of step {evidence.copy}"
+    return f" from step {life.start.step}" if life.start else " from the beginning"
 
 
 def explain_failure(failure: Failure) -> str:

@@ -61,25 +61,36 @@ def refusal(run: Run, recovery: Recovery, outcome: Outcome, epoch: int) -> str |
 
 
 def streak(mine: tuple[Attempt, ...]) -> int:
-    """Ends in a row that left the run at the checkpoint where the one before had left it."""
-    mine = tuple(a for a in mine if a.outcome and (a.outcome.life or a.outcome.cause not in NO_START))
-    if not mine:
+    """Ends in a row that left the run at the checkpoint where the one before had left it.
+
+    Copies on the nodes are progress too, which shows at the next start: one from a copy that is further than any
+    before it says that the starts before got further.
+    """
+    ends = [a.outcome for a in mine if a.outcome and (a.outcome.life or a.outcome.cause not in NO_START)]
+    if not ends:
         return 0
-    count = 0
-    newest = mine[-1].outcome
-    assert newest is not None
-    for attempt, before in zip(reversed(mine), [*reversed(mine[:-1]), None], strict=True):
-        outcome = attempt.outcome
-        assert outcome is not None
-        if outcome.checkpoint != newest.checkpoint:
-            break
-        previous = before.outcome if before is not None else None
-        if previous is not None and previous.checkpoint != newest.checkpoint:
-            break  # this one still got further
-        if previous is None and newest.checkpoint is not None:
-            break  # the first one of this owner, and it has a checkpoint: not known to be fruitless
-        count += 1 + outcome.restarts
+    at = ends[-1].checkpoint
+    count, furthest = 0, at.step if at is not None else 0
+    for outcome in _there(ends):
+        if outcome.copy is not None and outcome.copy > furthest:
+            count, furthest = 0, outcome.copy
+        else:
+            count += 1 + outcome.restarts
     return count
+
+
+def _there(ends: list[Outcome]) -> list[Outcome]:
+    """Of the newest ends those that left the run at its checkpoint of now, without the one that brought it there."""
+    at, found = ends[-1].checkpoint, 0
+    for outcome, before in zip(reversed(ends), [*reversed(ends[:-1]), None], strict=True):
+        if outcome.checkpoint != at:
+            break
+        if before is not None and before.checkpoint != at:
+            break  # this one still got further
+        if before is None and at is not None:
+            break  # the first one of this owner, and it has a checkpoint: not known to be fruitless
+        found += 1
+    return ends[len(ends) - found :]
 
 
 def moves(mine: tuple[Attempt, ...]) -> int:

@@ -130,6 +130,7 @@ def over_entry(attempt: int, outcome: Outcome) -> Entry:
         "blamed": list(outcome.blamed),
         "checkpoint": None if outcome.checkpoint is None else asdict(outcome.checkpoint),
         "failure": None if failure is None else asdict(failure),
+        **({} if outcome.copy is None else {"copy": outcome.copy}),
     }
 
 
@@ -271,6 +272,7 @@ def _over(run: Run, entry: Mapping[str, Any], at: float, epoch: int) -> Run:
         failure=Failure(**known) if failure else None,
         life=entry.get("life"),
         checkpoint=CheckpointRef(int(checkpoint["life"]), int(checkpoint["step"])) if checkpoint else None,
+        copy=int(entry["copy"]) if entry.get("copy") is not None else None,
         restarts=int(entry.get("restarts", 0)),
         blamed=tuple(str(host) for host in entry.get("blamed") or ()),
         epoch=epoch,

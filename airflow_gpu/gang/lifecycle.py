@@ -511,6 +511,7 @@ def _outcome(cause: Cause, seen: Observation, now: float, detail: str) -> Outcom
         failure=None if cause is Cause.SUCCEEDED else seen.failure,
         life=seen.life.number if seen.life else None,
         checkpoint=seen.checkpoint,
+        copy=seen.copy,
         restarts=seen.restart,
         blamed=seen.blamed,
     )

@@ -163,6 +163,7 @@ class Outcome:
     failure: Failure | None = None
     life: int | None = None
     checkpoint: CheckpointRef | None = None  # newest complete one that a next life would start from
+    copy: int | None = None  # step of the nodes' own copies that its newest life started from
     restarts: int = 0  # how often the platform itself had started the attempt again
     blamed: tuple[str, ...] = ()  # hosts that the platform holds responsible, by its own names
     epoch: int = 0  # the owner that closed it
@@ -310,6 +311,9 @@ class Observation:
     notice_cause: str = ""  # time_limit, where the runtime could tell
     failure: Failure | None = None  # of that life
     checkpoint: CheckpointRef | None = None  # newest complete one that a next life would start from
+    copy: int | None = (
+        None  # step of the nodes' own copies that that life started from, instead of its ``start``
+    )
     step: int | None = None  # last progress reported by that life
     fenced: str = (
         ""  # why the attempt was fenced before, if it was: a life that was claimed just then had to leave

@@ -47,6 +47,8 @@ class Evidence:
     notice: bool = False
     notice_cause: str = ""
     failure: Failure | None = None
+    copy: int | None = None  # step of the nodes' own copies that the life started from
+    started: bool = True  # what it started from is known by now; else ``life.start`` may not be it
     step: int | None = None
     progress: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: CheckpointRef | None = None
@@ -136,12 +138,14 @@ class Channel:
         known: Evidence | None = None,
         seed: Seed | None = None,
         since: int = 0,
+        copies: bool = False,
     ) -> Evidence:
         """What the newest life of the attempt has written.
 
         :param ended: the platform says that the ranks have ended.
         :param seed: of the attempt: where it begins while this channel has no checkpoint for it.
         :param since: of the attempt: lives with a lower number do not count.
+        :param copies: the gang keeps copies on its nodes, from which a life may start.
         :param known: an earlier answer. Reading checkpoints walks the chain,
             so while the ranks run it is kept from there.
         """
@@ -171,6 +175,7 @@ class Channel:
         else:
             checkpoint = await self.newest_checkpoint(real, seed, since)
         ranks = _ranks(records)
+        copy = await self._local_start(life) if copies else None
         return Evidence(
             life=life,
             processes=life.world_size,
@@ -180,6 +185,8 @@ class Channel:
             notice=notice,
             notice_cause=notice_cause,
             failure=_failure(failure),
+            copy=copy,
+            started=not copies or life.number in self._local,
             step=_int(progress.get("step")),
             progress=progress,
             checkpoint=checkpoint,
@@ -204,10 +211,10 @@ class Channel:
     async def _local_start(self, life: Life) -> int | None:
         """The step of the nodes' own copies from which a life started; None: it started from the channel."""
         if life.number not in self._local:
-            body = await self._read(f"lives/{life.number:04d}/local.json") or {}
-            start = body.get("from")
+            body = await self._read(f"lives/{life.number:04d}/local.json")
+            start = (body or {}).get("from")
             found = _int(start.get("step")) if isinstance(start, dict) else None
-            if found is None and not await self.store.names(f"{self.path}/lives/{life.number:04d}/nodes"):
+            if body is None and not await self.store.names(f"{self.path}/lives/{life.number:04d}/nodes"):
                 return None  # it may be written yet
             self._local[life.number] = found
         return self._local[life.number]

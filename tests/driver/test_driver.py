@@ -397,3 +397,31 @@ async def test_a_newer_owners_wish_to_end_counts_although_an_older_one_had_it_to
     found = await verdict(second)
     assert (found.outcome, found.cause) == ("cancelled", Cause.STOPPED)
     assert len(bench.target.submitted) == 1
+
+
+async def test_starts_from_further_copies_go_on(bench: Bench) -> None:
+    """More attempts than ``fruitless`` allows, none with a checkpoint on the channel: each began further than the last.
+
+    The task log names the step of the copies, and says of no such life that it began at the beginning.
+    """
+    gang = bench.gang(checkpointing={"local": "/local/ckpt"}, recovery={"fruitless": 2})
+    driver = await bench.driver(gang)
+    task = asyncio.create_task(verdict(driver))
+    for number in range(1, 6):
+        await until(lambda number=number: len(bench.target.submitted) >= number)
+        life = driver.journal.run.attempts[-1].first_life
+        bench.life(driver, life, number)
+        bench.target.set(State.RUNNING)
+        line = f"attempt {number} on scripted: running, life {life}"
+        await until(lambda line=line: line in bench.said)  # what it starts from is not known yet
+        start = {"life": life - 1, "step": 100 * number} if number > 1 else None
+        bench.write(driver, f"lives/{life:04d}/local.json", {"v": 1, "life": life, "from": start})
+        words = f" from the nodes' copies of step {100 * number}" if start else " from the beginning"
+        await until(lambda line=line + words: line in bench.said)
+        if number < 5:
+            bench.target.set(State.PREEMPTED)
+    bench.ends(driver, life)
+    bench.target.set(State.SUCCEEDED)
+    assert (await task).success
+    copies = [entry.get("copy") for entry in driver.journal.entries if entry["kind"] == "over"]
+    assert copies == [None, 200, 300, 400, 500]

@@ -9,8 +9,21 @@ from dataclasses import replace
 import pytest
 
 from airflow_gpu.gang import lifecycle
+from airflow_gpu.gang.budgets import streak
 from airflow_gpu.gang.lifecycle import step
-from airflow_gpu.gang.run import Attempt, Cause, Failure, Life, Observation, Outcome, Owner, Run, State, Stop
+from airflow_gpu.gang.run import (
+    Attempt,
+    Cause,
+    CheckpointRef,
+    Failure,
+    Life,
+    Observation,
+    Outcome,
+    Owner,
+    Run,
+    State,
+    Stop,
+)
 from airflow_gpu.gang.spec import Gang, Placement
 from tests.gang.simulation import Broken, Sim
 
@@ -208,10 +221,52 @@ def test_a_life_that_began_behind_a_late_answer_is_not_ended_for_waiting(state: 
 
 
 def test_preemption_with_progress_goes_on_at_once() -> None:
-    from airflow_gpu.gang.run import CheckpointRef, Outcome
-
     run = _run(outcome=Outcome(cause=Cause.PREEMPTED, at=100.0, checkpoint=CheckpointRef(1, 50)))
     assert step(run, GANG, None, 100.0, 1) == lifecycle.Start(2, resume=True)
+
+
+def _ends(*ends: tuple[CheckpointRef | None, int | None]) -> Run:
+    """Preempted so often: the checkpoint on the channel after each, and the step of the copies from which it started."""
+    outcomes = [
+        Outcome(cause=Cause.PREEMPTED, at=100.0, life=n, checkpoint=at, copy=copy, epoch=1)
+        for n, (at, copy) in enumerate(ends, 1)
+    ]
+    first = _run().attempts[0]
+    return replace(
+        _run(),
+        attempts=tuple(replace(first, number=n, name=f"g-{n}", outcome=o) for n, o in enumerate(outcomes, 1)),
+    )
+
+
+def test_copies_on_the_nodes_are_progress() -> None:
+    """No checkpoint on the channel for 30 preemptions, and each start is further: none is held against it."""
+    run = _ends((None, None), *((None, 10 * n) for n in range(1, 30)))
+    assert step(run, GANG, None, 100.0, 1) == lifecycle.Start(31, resume=True)
+    at = CheckpointRef(1, 500)
+    run = _ends((at, None), (at, None), (at, 520), (at, 540))
+    assert step(run, GANG, None, 100.0, 1) == lifecycle.Start(5, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("copies", "expected"),
+    [
+        ([None] * 5, 5),
+        ([None, 10, 10, 10], 2),
+        ([None, 10, 20, 30], 0),
+        ([None, 10, None, 10, None, 10], 4),  # the same copies again and again
+        ([None, 30, 10, 20], 2),  # what was lost has to be made up for first
+        ([None, 30, 10, 40], 0),
+    ],
+)
+def test_a_start_counts_that_is_no_further_than_any_before(copies: list[int | None], expected: int) -> None:
+    assert streak(_ends(*((None, copy) for copy in copies)).attempts) == expected
+
+
+def test_copies_that_are_no_further_run_out() -> None:
+    run = _ends(*((None, 10) for _ in range(11)))
+    action = step(run, GANG, None, 10_000.0, 1)
+    assert isinstance(action, lifecycle.Finish)
+    assert action.cause is Cause.FRUITLESS
 
 
 def test_no_retry_is_spent_on_infrastructure_but_an_error_ends_it() -> None:

@@ -145,10 +145,7 @@ class Agent:
                 self.seed = open_channel(seed.channel, seed.store, self.scratch, "seed")
         except OSError as error:
             raise Unusable(str(error)) from None
-        try:
-            self.hands = Hands(self.job, self.node, self.channel, self.seed, self._send, self.log)
-        except OSError as error:
-            raise Unusable(f"checkpointing.local: {error}") from None
+        self.hands = Hands(self.job, self.node, self.channel, self.seed, self._send, self.log)
         self._handlers.update(self.hands.handlers)
 
     # -- joining ----------------------------------------------------------------------------------
@@ -207,6 +204,7 @@ class Agent:
             "life": self.claim.life,
             "addr": self.node.address,
             "host": self.node.host,
+            "copies": self.hands.copies,
             "held": self.hands.held(),
         }
 
@@ -334,7 +332,7 @@ class Agent:
             hydra_hostfile=hydra,
             rsh=rsh,
             restore=restore,
-            local=self.hands.local(self.claim.life),
+            local=self.hands.local(self.claim.life) if m["copies"] else "",
             verified=bool(restore) and (not self.channel.shared or bool(m["restore"]["verified"])),
         )
 

@@ -33,7 +33,7 @@ MOST_HELD = 8
 class Hands:
     """One agent's. ``seed``: the channel of the checkpoint of another place; ``answer`` sends to node 0.
 
-    Raises OSError when the folder for copies cannot be made.
+    A folder for copies that cannot be used is said, and there are none then: every save goes to the channel.
     """
 
     def __init__(
@@ -51,7 +51,15 @@ class Hands:
         self._answer = answer
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="gang-files")
         shape = f"{job.nodes}x{job.ranks_per_node}"
-        self._copies = Copies(job.local, job.channel, node.rank, shape) if job.local else None
+        self._copies: Optional[Copies] = None
+        if job.local:
+            try:
+                self._copies = Copies(job.local, job.channel, node.rank, shape)
+            except OSError as error:
+                say(
+                    f"CHECKPOINTING.LOCAL CANNOT BE USED ON THIS NODE: {error}. The gang goes on WITHOUT COPIES; every "
+                    "save goes to the channel"
+                )
         self.logs: Optional[Logs] = None
         self.handlers: Dict[str, Callable[[Message], None]] = {}
         if isinstance(channel, Objects):
@@ -92,6 +100,11 @@ class Hands:
         )
 
     # -- what a life starts from -------------------------------------------------------------------------
+
+    @property
+    def copies(self) -> bool:
+        """This node can keep copies."""
+        return self._copies is not None
 
     def held(self) -> List[Dict[str, Any]]:
         """Copies of earlier lives on this node's disk."""

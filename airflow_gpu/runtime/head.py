@@ -69,6 +69,7 @@ class Head:
         self._parts = Parts(self._living, job.nodes)
         self._records = Records(channel, job, claim, log, None if channel.shared else self._collect)
         self._looking = False  # at the nodes' own copies
+        self._copies = bool(job.local)  # the nodes can keep some
         self._tasks = Tasks(server.loop, log)
         self._decisions: Dict[int, Message] = {}  # by block: what rank 0 has published
         self._relay = Relay(lambda: state.agents)
@@ -209,7 +210,13 @@ class Head:
 
     async def _look_at_copies(self) -> None:
         """Is there a further checkpoint on the nodes' own disks, whole on each of them?"""
-        held = [map(Copy.of, peer.hello.get("held") or ()) for peer in self._state.agents.values()]
+        agents = self._state.agents
+        unable = sorted(node for node, peer in agents.items() if not peer.hello.get("copies"))
+        if unable:
+            self._log(f"there are no copies: nodes {unable} cannot keep any; every save goes to the channel")
+            self._copies = False
+            self._saves.without_copies()
+        held = [map(Copy.of, peer.hello.get("held") or ()) for peer in agents.values()]
         claim, shape = self._state.claim, f"{self._job.nodes}x{self._job.ranks_per_node}"
         found: Optional[Copy] = None
         lives = await self._tasks.disk(since_begun, self._channel, claim.earlier)
@@ -258,6 +265,7 @@ class Head:
                 "jax_port": jax,
                 "nodes": [{"addr": hello.get("addr"), "host": hello.get("host")} for hello in nodes],
                 "mtbf": state.claim.mtbf,
+                "copies": self._copies,
                 "restore": restore,
             }
         )

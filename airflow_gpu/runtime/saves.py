@@ -130,6 +130,10 @@ class Saves:
 
     # -- what ranks say -----------------------------------------------------------------------
 
+    def without_copies(self) -> None:
+        """Some node cannot keep any: every save goes to the channel."""
+        self._levels = None
+
     def begin(self, rank: int, key: Key) -> None:
         """A rank wants to save. It is told where, or that this step is committed already."""
         saver = self._savers().get(rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -85,6 +86,23 @@ def test_some_go_to_the_channel_and_a_notice_does(bed: Bed) -> None:
     assert bed.run(bed.payload(script=train(newest + 3), checkpoint=bed.two_levels()), restart=1) == [0, 0]
     assert bed.read("lives/0002.json")["from"]["step"] == newest
     assert bed.read("lives/0002/local.json")["from"] is None
+
+
+@pytest.mark.parametrize("nodes", ["0", "1", "0 and 1"])
+def test_a_folder_that_cannot_be_used_costs_the_copies_and_nothing_else(bed: Bed, nodes: str) -> None:
+    """On one node or on all: said in its log, and every save goes to the channel."""
+    run = bed.folder / "disk" / f"airflow-gpu-{hashlib.sha256(str(bed.channel).encode()).hexdigest()[:16]}"
+    run.mkdir(parents=True, mode=0o700)
+    for node in nodes.split(" and "):
+        (run / f"node-000{node}").write_text("not a folder: here not even root may write")
+    life = bed.start(bed.payload(script=train(150), checkpoint=bed.two_levels(interval=0.2)))
+    assert life.wait() == [0, 0], life.log()
+    for node in (0, 1):
+        assert ("CHECKPOINTING.LOCAL CANNOT BE USED" in life.logs[node].read_text()) is (str(node) in nodes)
+    assert "there are no copies" in life.logs[0].read_text()
+    assert bed.copies(0) == bed.copies(1) == {}
+    assert len(bed.manifests()) >= 2, "the durable saves go on"
+    assert bed.read("lives/0001/local.json")["from"] is None
 
 
 def flip(folder: Path) -> None:

@@ -367,7 +367,8 @@ class Driver(Stopping):
             await self._look(attempt)
             return
         noticed = self._observer.seen is not None and self._observer.seen.notice
-        if outcome.cause is Cause.NOT_STARTED and not mine:
+        # The program's fault without a life: the runtime has said why in the platform's output, and nowhere else.
+        if outcome.cause in (Cause.NOT_STARTED, Cause.APPLICATION) and not mine:
             outcome = replace(outcome, detail=f"{outcome.detail}{await self._platform_words(attempt)}")
         await self._append(over_entry(attempt.number, outcome))
         self._observer.forget()

@@ -131,6 +131,7 @@ class Observer:
                 platform_id=sighting.platform_id,
                 restart=max(sighting.restart, found.life.restart if found.life is not None else 0),
                 blamed=sighting.blamed_hosts,
+                exit_code=sighting.exit_code,
             )
         self.seen = seen
         self._basis = (attempt.number, attempt.submitted_at)

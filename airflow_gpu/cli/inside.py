@@ -26,6 +26,7 @@ from airflow_gpu.cli.show import say
 from airflow_gpu.driver import Driver
 from airflow_gpu.gang.function import FunctionSource
 from airflow_gpu.gang.identity import RunKey, run_path, slot_path
+from airflow_gpu.gang.lifecycle import NO_CREDENTIALS
 from airflow_gpu.gang.ownership import Try
 from airflow_gpu.gang.run import Verdict
 from airflow_gpu.gang.spec import Gang, GangError
@@ -141,6 +142,8 @@ def _no_job(name: str, verdict: Verdict, path: str) -> Check:
         "rejected": "the target refuses the job, see the reason",
     }
     todo = todos.get(verdict.cause.value, "read its output")
+    if NO_CREDENTIALS in verdict.message:
+        todo = "give it some by --secret NAME=conn:ID#field, as Gang(secrets=...) does, or let its nodes have an identity"
     return Check(name, "job", FAIL, found, f"{todo}. Output: airflow-gpu logs {path}")
 
 

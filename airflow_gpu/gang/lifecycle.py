@@ -38,6 +38,7 @@ from airflow_gpu.gang.run import (
     Verdict,
 )
 from airflow_gpu.gang.spec import Gang
+from airflow_gpu.runtime.words import EXIT_NO_CREDENTIALS
 
 EVIDENCE_LIMIT = 120.0
 """Seconds that ranks' records may lag behind the platform's word that they ended."""
@@ -306,10 +307,14 @@ def _cause(attempt: Attempt, seen: Observation) -> tuple[Cause | None, str]:
         return by, seen.failure.message
     if seen.state is State.GONE:
         return Cause.GONE, reason or "its object vanished from the target"
+    if not current and seen.exit_code == EXIT_NO_CREDENTIALS:
+        return Cause.APPLICATION, f"{NO_CREDENTIALS} ({reason})"  # it would find none the next time either
     if not current:
         return Cause.NOT_STARTED, f"the runtime never started: {reason}"
     return None, f"a node ended without a word: {reason}"
 
+
+NO_CREDENTIALS = "the job has no credentials for its channel: give it some by Gang(secrets=...), or let its nodes or pods have an identity"
 
 _LOST = frozenset({Cause.PREEMPTED.value, Cause.NODE_LOST.value, Cause.GONE.value})
 

@@ -323,6 +323,7 @@ class Observation:
     first_at: float | None = (
         None  # when this observer first saw this state: its own clock, for the short limits
     )
+    exit_code: int | None = None  # of the first node that ended badly, where the platform says
     asked: float | None = None  # since when this observer has asked the target to end the attempt
     elsewhere: str = ""  # another target of the list that could start the gang at once
     blocked: str = ""  # why this target starts nothing of the kind for now: drained, sold out

@@ -37,6 +37,7 @@ from airflow_gpu.runtime.remote import Remote, write_tools
 from airflow_gpu.runtime.wire import AGENT, Link, Message, Refused, Unreachable
 from airflow_gpu.runtime.words import (
     EXIT_FAILED,
+    EXIT_NO_CREDENTIALS,
     EXIT_NOT_CLAIMED,
     EXIT_NOT_WHOLE,
     EXIT_PREEMPTED,
@@ -116,7 +117,8 @@ class Agent:
         except OSError as error:
             what = "the channel cannot be reached" if isinstance(error, Away) else "this node's files fail"
             self.log(f"{what}: {error}")
-            self.code = EXIT_NOT_WHOLE
+            nobody = isinstance(error, Away) and error.nobody and not hasattr(self, "claim")
+            self.code = EXIT_NO_CREDENTIALS if nobody else EXIT_NOT_WHOLE
         except AlreadyDone as error:
             self.log(str(error))
             self.code = 0
@@ -135,7 +137,7 @@ class Agent:
         return EXIT_PREEMPTED if self.code is None else self.code
 
     def _open(self) -> None:
-        """The channel. Raises NoClient, Unusable."""
+        """The channel. Raises Away, NoClient, Unusable."""
         if is_uri(self.job.channel) or (self.job.seed is not None and is_uri(self.job.seed.channel)):
             take_credentials(self.job.secrets())
         try:
@@ -143,6 +145,8 @@ class Agent:
             if self.job.seed is not None:
                 seed = self.job.seed
                 self.seed = open_channel(seed.channel, seed.store, self.scratch, "seed")
+        except Away:
+            raise
         except OSError as error:
             raise Unusable(str(error)) from None
         self.hands = Hands(self.job, self.node, self.channel, self.seed, self._send, self.log)

@@ -322,6 +322,11 @@ def _advice(said: str) -> str:
 class Away(OSError):
     """The store did not answer as it should; nothing of this node is to blame."""
 
+    @property
+    def nobody(self) -> bool:
+        """This job has no credentials for it."""
+        return is_nobody(str(self))
+
 
 class _Taken(Away):
     pass
@@ -360,4 +365,5 @@ def _open(uri: str, options: Mapping[str, Any]) -> Tuple[Any, Any]:
         return obstore, from_url(uri, config=config, client_options=client, retry_config=RETRY)  # type: ignore[call-overload]
     except Exception as error:
         said = str(error).splitlines()[0]
-        raise OSError(f"{uri}: cannot be opened: {said}{_advice(said)}") from None
+        kind = Away if is_nobody(said) else OSError
+        raise kind(f"{uri}: cannot be opened: {said}{_advice(said)}") from None

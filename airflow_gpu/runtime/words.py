@@ -27,10 +27,13 @@ EXIT_NOT_CLAIMED = 76
 EXIT_NOT_WHOLE = 77
 """Not every node came to the barrier in time; no rank was started."""
 
+EXIT_NO_CREDENTIALS = 78
+"""The object store of the channel is closed to this job: nobody's credentials were found. Nothing was claimed."""
+
 EXIT_FAILED = 1
 """A failure without a rank's code of its own, e.g. a lost node."""
 
-RESERVED_CODES = frozenset({0, EXIT_PREEMPTED, EXIT_NOT_CLAIMED, EXIT_NOT_WHOLE})
+RESERVED_CODES = frozenset({0, EXIT_PREEMPTED, EXIT_NOT_CLAIMED, EXIT_NOT_WHOLE, EXIT_NO_CREDENTIALS})
 """Codes with a meaning for the driver: the agent never passes them on from a rank that failed."""
 
 NOTICE_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP")

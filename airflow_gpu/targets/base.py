@@ -169,6 +169,9 @@ class Sighting:
     ending: State | None = None
     hosts: tuple[str, ...] = ()
     blamed_hosts: tuple[str, ...] = ()
+    exit_code: int | None = (
+        None  # of the first node that ended badly, once it has ended and where the system says
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,6 +221,18 @@ async def test_a_job_with_secrets(plant: Plant, shell: Shell, s3: Server) -> Non
     ]
 
 
+async def test_a_job_without_credentials(plant: Plant, shell: Shell, s3: Server) -> None:
+    """One attempt, which says what is missing and shows what the node said."""
+    on_s3(shell, s3)
+    row = rows(await shell.json("doctor", "here", "--job", code=3))["here", "job"]
+    assert row["found"].startswith("application: the job has no credentials for its channel")
+    assert "exit code 78" in row["found"]
+    assert "THIS JOB HAS NO CREDENTIALS" in row["found"]
+    assert row["todo"].startswith("give it some by --secret")
+    [run] = (await shell.json("gangs", "--all"))["gangs"]
+    assert run["attempt"] == 1
+
+
 async def test_secrets_are_references(plant: Plant, shell: Shell) -> None:
     """What is none is refused and not repeated; one that leads nowhere fails the job's row."""
     for wrong in ("TOKEN=hunter2", "hunter2", "TOKEN=conn:hunter2"):

@@ -296,6 +296,12 @@ LIFE = Life(number=1, attempt=1, job="1", nodes=1, world_size=2, at=0.0)
         ({"state": State.FAILED, "life": LIFE, "failure": Failure("rank", exit_code=3)}, Cause.APPLICATION),
         ({"state": State.FAILED, "life": LIFE, "failure": Failure("node")}, Cause.NODE_LOST),
         ({"state": State.FAILED, "life": None}, Cause.NOT_STARTED),
+        # Without credentials the next attempt would find none either. A rank's own 78 is nothing of the kind.
+        ({"state": State.FAILED, "life": None, "exit_code": 78}, Cause.APPLICATION),
+        (
+            {"state": State.FAILED, "life": LIFE, "exit_code": 78, "failure": Failure("node")},
+            Cause.NODE_LOST,
+        ),
     ],
 )
 def test_why_it_ended(seen: dict[str, object], cause: Cause) -> None:

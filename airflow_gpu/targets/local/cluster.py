@@ -27,6 +27,7 @@ from airflow_gpu.targets.local import launch, supervise
 from airflow_gpu.targets.local.commands import obey
 from airflow_gpu.targets.local.files import Damaged, Folder, encode, read_json, replace_file
 from airflow_gpu.targets.local.machine import MachineError, address, build_nodes, detect_gpus
+from airflow_gpu.targets.local.outcome import first_bad
 from airflow_gpu.targets.local.processes import Census, boot_id
 from airflow_gpu.targets.local.records import Cause, JobState, Spec
 from airflow_gpu.targets.local.schedule import Evict, Job, Node, Share, Start, Wait, impossible, schedule
@@ -349,6 +350,7 @@ def _row(gang: Gang) -> str:
     spec, state = gang.spec, gang.state
     if gang.row and state.ended:
         return gang.row
+    bad = first_bad(state) if state.ended else None
     row = {
         "id": spec.id,
         "labels": spec.labels,
@@ -360,6 +362,7 @@ def _row(gang: Gang) -> str:
         "ending": _ending(state),
         "hosts": list(state.hosts),
         "blamed": list(state.blamed),
+        "exit": bad.exit if bad is not None else None,
         "order": state.order,
         "priority": spec.priority,
         "nodes": spec.nodes,

@@ -26,6 +26,7 @@ CODES = {
     75: "ended after a notice",
     76: "the start was not claimed: a twin, or fenced",
     77: "the gang was not whole in time",
+    78: "the job has no credentials for its channel",
     126: "the interpreter could not be run",
     127: "the interpreter was not found",
 }

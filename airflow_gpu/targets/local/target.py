@@ -209,6 +209,7 @@ class LocalTarget:
                 ending=State(row["ending"]) if row["ending"] else None,
                 hosts=tuple(str(host) for host in row["hosts"]),
                 blamed_hosts=tuple(str(host) for host in row["blamed"]),
+                exit_code=int(row["exit"]) if row.get("exit") is not None else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             return Sighting(State.UNKNOWN, "", f"its row in the table cannot be understood: {error!r}")

@@ -43,7 +43,7 @@ from airflow_gpu.staging import job_for, ref_for, stage
 from airflow_gpu.stopping import KILL_ROUNDS, Stopping
 from airflow_gpu.targets.base import NameTaken, NotConfigured, Rejected, TargetError
 from airflow_gpu.targets.watch import NoAnswer, bounded, differs
-from airflow_gpu.tasklog import RankLog
+from airflow_gpu.tasklog import RankLog, SaveLog
 
 NODE_TAIL = 4000
 """Characters of a node's own output that are shown when the runtime never started."""
@@ -81,6 +81,7 @@ class Driver(Stopping):
         self._looked_at = 0.0  # when the newest look was done
         self._failing: float | None = None  # since when the current attempt could not be submitted
         self._log = RankLog(world.rank_log)
+        self._saves = SaveLog(world.say)
         self._turns = Turns(world.pace, world.poll)
 
     async def run(self, *, until_submitted: bool = False) -> Verdict | None:
@@ -332,6 +333,7 @@ class Driver(Stopping):
         self._looked_at = self.world.clock()
         if seen.life is not None:
             await self._log.follow(channel, seen.life, ended=seen.state.ended)
+            self._saves.note(seen.life.number, self._observer.evidence.progress, now)
         if sighting is None:
             # Once: there may be thousands of gangs, and the words of an outage may change with each answer.
             if before is None or before.native != seen.native:

@@ -1,4 +1,4 @@
-"""Rank 0's output in the task log while it runs, capped in rate.
+"""Rank 0's output and its gang's checkpoints in the task log while it runs, capped in rate.
 
 Purpose: people watch a task's log. The full logs of all ranks are in the run
 directory; this is the live view.
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from airflow_gpu.gang.run import Life
 from airflow_gpu.rundir.channel import Channel
@@ -29,7 +30,50 @@ READS_A_LOOK = 32
 LONGEST_LINE = 4096
 """Characters after which a line without an end is shown all the same."""
 
+SAVES_AT_ONCE = 3
+"""Checkpoints of a life that are told as they come."""
+
+SAVE_EVERY = 60.0
+"""Seconds between two lines on checkpoints after those."""
+
+UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
 _LINE_END = re.compile(r"\r\n|\n|\r")  # progress bars write \r
+
+
+def size(count: float) -> str:
+    """Bytes for people: ``1.5 GiB``."""
+    for one, unit in UNITS:
+        if count >= one:
+            return f"{count / one:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+class SaveLog:
+    """Tells of checkpoints as they are saved: the first few of each life, then the newest from time to time."""
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
+        self._newest = (0, -1)
+        self._told, self._at = 0, 0.0
+
+    def note(self, life: int, progress: Mapping[str, Any], now: float) -> None:
+        """What a life's ``progress.json`` says; anybody may have written it."""
+        saved = progress.get("saved")
+        if not isinstance(saved, dict):
+            return
+        step = saved.get("step")
+        if not isinstance(step, int) or (life, step) <= self._newest:
+            return
+        if life != self._newest[0]:
+            self._told = 0
+        elif self._told >= SAVES_AT_ONCE and now - self._at < SAVE_EVERY:
+            return
+        seconds, count = saved.get("seconds"), saved.get("bytes")
+        how = [f"{seconds:.1f} s"] if isinstance(seconds, (int, float)) else []
+        how += [size(count)] if isinstance(count, int) else []
+        self._emit(f"checkpoint of step {step} is saved" + (f": {', '.join(how)}" if how else ""))
+        self._newest, self._told, self._at = (life, step), self._told + 1, now
 
 
 class RankLog:

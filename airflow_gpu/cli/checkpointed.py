@@ -23,14 +23,13 @@ from airflow_gpu.rundir.verifying import Verified, mark
 from airflow_gpu.rundir.verifying import verify as verify_one
 from airflow_gpu.sweeping.looking import SeenRun
 from airflow_gpu.targets.base import TargetError
+from airflow_gpu.tasklog import size
 
 NEWS = 10.0
 """Seconds between two lines on how far hashing or copying is."""
 
 SHOWN = 20
 """Files with something wrong that a table lists of one checkpoint."""
-
-UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 @dataclass(frozen=True)
@@ -77,14 +76,6 @@ class Progress:
             self._said = now
             rate = self.done / (now - self._begun)
             say(f"{self.what}: {size(self.done)} of {size(self.total)}, {size(rate)}/s")
-
-
-def size(count: float) -> str:
-    """Bytes for people: ``1.5 GiB``."""
-    for one, unit in UNITS:
-        if count >= one:
-            return f"{count / one:.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 async def _open(place: Place, name: str) -> tuple[SeenRun, Checkpoints, Survey]:

@@ -87,6 +87,7 @@ class Head:
             self._parts,
             every=job.every,
             levels=Levels(job.interval, claim.mtbf, server.loop.time()) if job.local else None,
+            saved=self._records.note_saved,
         )
         self._grace = job.stop_grace
         self._fence = 0  # number of the fence that has left us time to save

@@ -93,7 +93,9 @@ class Records:
         self._sealed: List[
             str
         ] = []  # where the channel is no folder: what was uploaded of a program's checkpoints
-        self._progress: Optional[Dict[str, Any]] = None
+        self._progress: Dict[str, Any] = {"step": None, "total": None, "metrics": {}}
+        self._saved: Optional[Dict[str, Any]] = None  # the newest checkpoint on the channel
+        self._news = False  # of either, since it was last written
         self.result: Optional[str] = None
         """What rank 0 handed back, as JSON text; None when it handed back nothing."""
 
@@ -112,22 +114,24 @@ class Records:
 
     def note_progress(self, step: int, total: Optional[int], metrics: Dict[str, Any]) -> None:
         """Kept, to be written when it is time. Does not block."""
-        self._progress = {
-            "v": VERSION,
-            "life": self._life,
-            "step": step,
-            "total": total,
-            "metrics": metrics,
-            "at": utc(),
-        }
+        self._progress = {"step": step, "total": total, "metrics": metrics}
+        self._news = True
+
+    def note_saved(self, step: int, seconds: Optional[float], size: int) -> None:
+        """A checkpoint is complete on the channel, after ``seconds`` where that is known. Does not block."""
+        self._saved = {"step": step, "seconds": None if seconds is None else round(seconds, 3), "bytes": size}
+        self._news = True
 
     def write_progress(self) -> None:
-        body, self._progress = self._progress, None
-        if body is not None:
-            try:
-                self._channel.replace(f"{self._root}/progress.json", to_json(body))
-            except (OSError, ValueError) as error:
-                self._report(f"progress could not be written: {error}")
+        if not self._news:
+            return
+        self._news = False
+        saved = {} if self._saved is None else {"saved": self._saved}
+        body = {"v": VERSION, "life": self._life, **self._progress, **saved, "at": utc()}
+        try:
+            self._channel.replace(f"{self._root}/progress.json", to_json(body))
+        except (OSError, ValueError) as error:
+            self._report(f"progress could not be written: {error}")
 
     def seal_declared(self) -> None:
         """Give manifests to checkpoints that the program has called complete."""
@@ -186,6 +190,7 @@ class Records:
                 time.sleep(RETRY_PAUSE)
         if manifest is not None:
             self._sealed.append(name)
+            self.note_saved(manifest.step, None, sum(entry.size for entry in manifest.files))
             self._report(
                 f"checkpoint {name} of step {manifest.step} is complete: {len(manifest.files)} files"
             )

@@ -90,7 +90,8 @@ class Saves:
 
     ``savers`` answers the ranks that are connected, ``world`` how many there
     must be, ``noticed`` whether the platform has given notice: a save that is
-    decided after that ends with every rank leaving.
+    decided after that ends with every rank leaving. ``saved`` hears of each that is complete on the channel: its
+    step, seconds and bytes.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Saves:
         parts: Parts,
         every: Optional[int] = None,
         levels: Optional[Levels] = None,
+        saved: Callable[[int, float, int], None] = lambda step, seconds, size: None,
     ) -> None:
         self._channel = channel
         self._life = life
@@ -115,6 +117,7 @@ class Saves:
         self._every = every
         self._parts = parts
         self._levels = levels
+        self._saved = saved
         self._start = start
         self._ancestors = ancestors
         self._savers = savers
@@ -268,6 +271,7 @@ class Saves:
             self._report(
                 f"checkpoint of step {save.step} is complete: {len(manifest.files)} files, {size} bytes"
             )
+            self._saved(save.step, asyncio.get_running_loop().time() - save.begun_at, size)
             self._finish(save, None)
             self._let_go(save)
         except (GivenUp, NotCollected) as error:

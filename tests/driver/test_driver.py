@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -425,3 +426,33 @@ async def test_starts_from_further_copies_go_on(bench: Bench) -> None:
     assert (await task).success
     copies = [entry.get("copy") for entry in driver.journal.entries if entry["kind"] == "over"]
     assert copies == [None, 200, 300, 400, 500]
+
+
+async def test_saves_are_told_with_what_they_cost(bench: Bench) -> None:
+    """The first few of a life one by one, then one a minute; what is no save is not told."""
+    driver = await bench.driver(bench.gang())
+    task = asyncio.create_task(verdict(driver))
+    await until(lambda: bench.target.submitted)
+    bench.life(driver, 1, 1)
+    bench.target.set(State.RUNNING)
+
+    async def saves(step: object, **more: Any) -> None:
+        bench.write(driver, "lives/0001/progress.json", {"step": 1, "saved": {"step": step, **more}})
+        await asyncio.sleep(0.3)
+
+    await saves("x")
+    await saves(10, seconds=1.25, bytes=3 * 2**20)
+    await saves(20, seconds=None, bytes=512)
+    await saves(30)
+    await saves(40)
+    told = [line for line in bench.said if line.startswith("checkpoint of step")]
+    assert told == [
+        "checkpoint of step 10 is saved: 1.2 s, 3.0 MiB",
+        "checkpoint of step 20 is saved: 512 B",
+        "checkpoint of step 30 is saved",
+    ]
+    bench.skew = 61.0
+    await until(lambda: "checkpoint of step 40 is saved" in bench.said)
+    bench.ends(driver, 1)
+    bench.target.set(State.SUCCEEDED)
+    assert (await task).success

@@ -38,6 +38,9 @@ def test_rank_killed_in_the_middle_of_a_save(bed: Bed) -> None:
     assert bed.run(job)[0] == 137
     assert bed.read("lives/0001/failure.json")["rank"] == 1
     assert sorted(bed.manifests()) == [10]
+    told = bed.read("lives/0001/progress.json")
+    assert (told["step"], told["saved"]["step"], told["saved"]["bytes"]) == (None, 10, 4000)
+    assert told["saved"]["seconds"] > 0
     assert (bed.channel / "checkpoints/0001/step-000000020").is_dir()
     assert "CHECKPOINT OF STEP 20 WAS NOT SAVED" in bed.lives[0].log()
     assert bed.run(job, restart=1) == [0, 0]

@@ -163,10 +163,10 @@ class Outcome:
     failure: Failure | None = None
     life: int | None = None
     checkpoint: CheckpointRef | None = None  # newest complete one that a next life would start from
-    copy: int | None = None  # step of the nodes' own copies that its newest life started from
     restarts: int = 0  # how often the platform itself had started the attempt again
     blamed: tuple[str, ...] = ()  # hosts that the platform holds responsible, by its own names
     epoch: int = 0  # the owner that closed it
+    copy: int | None = None  # step of the nodes' own copies that its newest life started from
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,9 +311,6 @@ class Observation:
     notice_cause: str = ""  # time_limit, where the runtime could tell
     failure: Failure | None = None  # of that life
     checkpoint: CheckpointRef | None = None  # newest complete one that a next life would start from
-    copy: int | None = (
-        None  # step of the nodes' own copies that that life started from, instead of its ``start``
-    )
     step: int | None = None  # last progress reported by that life
     fenced: str = (
         ""  # why the attempt was fenced before, if it was: a life that was claimed just then had to leave
@@ -323,10 +320,11 @@ class Observation:
     first_at: float | None = (
         None  # when this observer first saw this state: its own clock, for the short limits
     )
-    exit_code: int | None = None  # of the first node that ended badly, where the platform says
     asked: float | None = None  # since when this observer has asked the target to end the attempt
     elsewhere: str = ""  # another target of the list that could start the gang at once
     blocked: str = ""  # why this target starts nothing of the kind for now: drained, sold out
+    copy: int | None = None  # step of the nodes' own copies that that life started from, not ``start``
+    exit_code: int | None = None  # of the first node that ended badly, where the platform says
 
     @property
     def requeued(self) -> bool:

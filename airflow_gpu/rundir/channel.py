@@ -47,8 +47,6 @@ class Evidence:
     notice: bool = False
     notice_cause: str = ""
     failure: Failure | None = None
-    copy: int | None = None  # step of the nodes' own copies that the life started from
-    started: bool = True  # what it started from is known by now; else ``life.start`` may not be it
     step: int | None = None
     progress: Mapping[str, Any] = field(default_factory=dict)
     checkpoint: CheckpointRef | None = None
@@ -57,6 +55,8 @@ class Evidence:
     newest: int | None = (
         None  # number of the attempt's newest life; ``life`` is an earlier one if that succeeded
     )
+    copy: int | None = None  # step of the nodes' own copies that the life started from
+    started: bool = True  # what it started from is known by now; else ``life.start`` may not be it
 
 
 class Channel:

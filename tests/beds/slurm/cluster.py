@@ -277,7 +277,7 @@ class Cluster:
 
     def _resume(self, name: str) -> None:
         """Until it is idle or has jobs; a state that somebody or something set is taken back."""
-        fit = ("idle", "mixed", "allocated", "completing", "planned", "reserved")
+        fit = ("idle", "mixed", "allocated", "completing", "planned", "reserved", "maint")
         _wait(
             lambda: self._usable([name])[name] in fit,
             _START_FOR,

@@ -267,8 +267,8 @@ def test_nothing_is_left_when_whoever_made_it_is_killed() -> None:
     if reason := missing():
         pytest.skip(f"SLURM IS NOT PROVED HERE: {reason}")
     code = (
-        "import signal, json\nfrom tests.beds.slurm import cluster\n"
-        "with cluster(nodes=1) as c: print(json.dumps([str(c.home), c.ssh.host]), flush=True); signal.pause()"
+        "import signal, json\nfrom tests.beds.slurm import cluster\nwith cluster(nodes=1) as c:\n"
+        "    c.pause('slurmrestd'); print(json.dumps([str(c.home), c.ssh.host]), flush=True); signal.pause()"
     )
     maker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
     assert maker.stdout
@@ -278,7 +278,8 @@ def test_nothing_is_left_when_whoever_made_it_is_killed() -> None:
     maker.wait()
     maker.stdout.close()
     until(lambda: all(line == home for line in _remains(Path(home), address)))
-    subprocess.run(["rm", "-rf", home], check=True)  # files are all that it could not take with it
+    with cluster(nodes=1):  # its files are left, until the next one comes
+        assert not Path(home).exists()
 
 
 def test_a_version_that_is_not_there_is_refused_with_the_reason() -> None:

@@ -8,6 +8,7 @@ with cluster("24.11", grace=20, nodes=8) as c:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import shlex
 import shutil
@@ -330,8 +331,7 @@ def cluster(
         raise Unavailable(reason)
     with contextlib.ExitStack() as stack:
         root = stack.enter_context(image(version))
-        home = Path(tempfile.mkdtemp(prefix="airflow-gpu-slurm-"))
-        stack.callback(shutil.rmtree, home, ignore_errors=True)
+        home = stack.enter_context(_home())
         for folder in ("shared", "log", "space"):
             (home / folder).mkdir()
         (home / "shared").chmod(0o1777)
@@ -346,6 +346,26 @@ def cluster(
             error.add_note(made.logs())
             raise
         yield made
+
+
+@contextlib.contextmanager
+def _home() -> Iterator[Path]:
+    """A new folder, removed at the end. Removes first what was left by those whose process was killed."""
+    base = Path(tempfile.gettempdir())
+    with (base / "airflow-gpu-slurm.lock").open("w") as gate:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        for other in base.glob("airflow-gpu-slurm-*"):
+            with contextlib.suppress(OSError), (other / "lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other)
+        home = Path(tempfile.mkdtemp(prefix="airflow-gpu-slurm-"))
+        mine = (home / "lock").open("w")
+        fcntl.flock(mine, fcntl.LOCK_EX)
+    try:
+        with mine:
+            yield home
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
 
 
 def _wait(until: Callable[[], bool], seconds: float, why: Callable[[], str]) -> None:

@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,30 +27,34 @@ _START_FOR = 60.0
 
 @dataclass
 class Daemon:
-    """A process in a space. `pid` is its number on the host."""
+    """A process in a space, and a child of its first one. `pid` is its number on the host."""
 
     pid: int
-    _outside: subprocess.Popen[bytes] = field(repr=False)
+    _handle: int = field(
+        repr=False
+    )  # a file descriptor that stands for this process, and for none with its number
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
-            if number != signal.SIGSTOP:
-                os.kill(
-                    self._outside.pid, signal.SIGCONT
-                )  # nsenter stops with its child, and does not go on with it
+            signal.pidfd_send_signal(self._handle, number)
 
     def alive(self) -> bool:
-        return self._outside.poll() is None
+        return not self._ended(0)
 
     def stop(self, *, kill: bool = False, timeout: float = 30.0) -> None:
         """End it, by TERM unless `kill`; KILL after `timeout` seconds."""
-        self.signal(signal.SIGKILL if kill else signal.SIGTERM)
-        try:
-            self._outside.wait(timeout)
-        except subprocess.TimeoutExpired:
+        if not kill:
+            self.signal(signal.SIGTERM)
+            self.signal(signal.SIGCONT)
+        if kill or not self._ended(timeout):
             self.signal(signal.SIGKILL)
-            self._outside.wait()
+            self._ended(timeout)
+        os.close(self._handle)
+
+    def _ended(self, seconds: float) -> bool:
+        poll = select.poll()
+        poll.register(self._handle, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
 
 @dataclass
@@ -91,24 +94,29 @@ class Space:
         return [*enter, *become, "/usr/bin/env", f"--chdir={home}", "LANG=C.UTF-8"]
 
     def spawn(self, command: Sequence[str], log: Path, user: str = "root") -> Daemon:
-        """Start `command` in here; what it prints goes to `log`."""
+        """Start `command` in here; what it prints goes to `log`.
+
+        It is no child of anything outside: a first process that ends waits for all others to be collected, and one
+        outside that is stopped, as `nsenter` is when its child stops, does not collect.
+        """
+        told, telling = os.pipe()
+        script = f'echo $$ >&{telling}; exec {telling}>&-; exec "$@"'
         with log.open("ab") as output:
-            outside = subprocess.Popen(
-                [*self.prefix(user), *command],
+            started = subprocess.run(
+                [*self.prefix(user), "setsid", "--fork", "bash", "-c", script, "daemon", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env=_environment(),
-                start_new_session=True,
+                pass_fds=(telling,),
             )
-        deadline = time.monotonic() + _START_FOR
-        while outside.poll() is None and time.monotonic() < deadline:
-            if children := psutil.Process(outside.pid).children():
-                return Daemon(children[0].pid, outside)
-            time.sleep(0.002)
-        outside.kill()
-        outside.wait()
-        raise RuntimeError(f"{command[0]} did not start: {tail(log)}")
+        os.close(telling)
+        with open(told) as said:
+            number = said.readline().strip()
+        pid = _on_the_host(self.pid, number) if number and not started.returncode else None
+        if pid is None:
+            raise RuntimeError(f"{command[0]} did not start: {tail(log)}")
+        return Daemon(pid, os.pidfd_open(pid))
 
     def network(self, lines: str) -> None:
         """Run `ip` commands, one a line, in the network in here."""
@@ -133,6 +141,17 @@ class Space:
         for stream in (self._outside.stdin, self._outside.stdout):
             if stream:
                 stream.close()
+
+
+def _on_the_host(first: int, number: str) -> int | None:
+    """The number on the host of the process that is `number` in the space of `first`."""
+    space = os.readlink(f"/proc/{first}/ns/pid")
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+            if status["NSpid"].split()[-1] == number and os.readlink(folder / "ns/pid") == space:
+                return int(folder.name)
+    return None
 
 
 def tail(log: Path, lines: int = 30) -> str:

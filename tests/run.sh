@@ -102,11 +102,11 @@ live "runtime in the job" tests/runtime
 live "run directory and stores" tests/rundir tests/stores tests/checkpoints
 live "driver" tests/driver
 stop_if_failed
-beside "Slurm" tests/slurm tests/conformance/test_slurm.py
+if [ "$MODE" = --all ]; then export FAULTS=all FAULT_RUNS=500 SLURM_WAYS=all; fi
+beside "Slurm" tests/slurm $([ "$MODE" = --all ] || echo tests/conformance/test_slurm.py)
 live "local target" tests/targets
 live "sweep and commands" tests/sweep tests/cli --ignore tests/sweep/test_airflow.py
 stop_if_failed
-if [ "$MODE" = --all ]; then export FAULTS=all FAULT_RUNS=500; fi
 live "faults at every call" -s tests/faults
 stop_if_failed
 if [ "$MODE" = --all ]; then

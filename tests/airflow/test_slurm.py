@@ -25,7 +25,7 @@ from tests.beds.slurm.image import missing
 pytestmark = [
     pytest.mark.airflow,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(bool(missing("24.11")), reason=missing("24.11")),
+    pytest.mark.skipif(bool(missing("24.11")), reason=f"SLURM 24.11 IS NOT PROVED HERE: {missing('24.11')}"),
 ]
 
 DAG, TASK, CONN = "gang_slurm", "train", "slurm_h100"

@@ -59,20 +59,20 @@ class Server:
 
 
 @contextlib.contextmanager
-def s3() -> Iterator[Server]:
-    """Versity's S3 gateway over a temporary folder."""
+def s3(host: str = "127.0.0.1") -> Iterator[Server]:
+    """Versity's S3 gateway over a temporary folder. ``host``: an address of this machine where it is to be reached."""
     binary = _installed(f"versitygw-{VERSITYGW.rpartition('@')[2]}", "go", _go_install) / "versitygw"
     access, secret = "tester", secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "root" / BUCKET).mkdir(parents=True)
         (Path(folder) / "side").mkdir()
         port = _free_port()
-        command = [binary, "--quiet", "--keep-alive", "--port", f"127.0.0.1:{port}"]
+        command = [binary, "--quiet", "--keep-alive", "--port", f"{host}:{port}"]
         command += ["posix", "--sidecar", f"{folder}/side", f"{folder}/root"]
         environment = {"ROOT_ACCESS_KEY": access, "ROOT_SECRET_KEY": secret}
-        with _running(command, port, environment) as pid:
+        with _running(command, port, environment, host) as pid:
             options = {
-                "endpoint": f"http://127.0.0.1:{port}",
+                "endpoint": f"http://{host}:{port}",
                 "region": "us-east-1",
                 "access_key_id": access,
                 "secret_access_key": secret,
@@ -171,7 +171,9 @@ def _run(command: list[str], *, cwd: Path, env: dict[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def _running(command: list[Any], port: int, environment: dict[str, str] | None = None) -> Iterator[int]:
+def _running(
+    command: list[Any], port: int, environment: dict[str, str] | None = None, host: str = "127.0.0.1"
+) -> Iterator[int]:
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             [str(part) for part in command],
@@ -182,7 +184,7 @@ def _running(command: list[Any], port: int, environment: dict[str, str] | None =
             stderr=subprocess.STDOUT,
         )
         try:
-            _await_port(process, port, log)
+            _await_port(process, port, log, host)
             yield process.pid
         finally:
             process.terminate()
@@ -193,10 +195,10 @@ def _running(command: list[Any], port: int, environment: dict[str, str] | None =
                 process.wait()
 
 
-def _await_port(process: subprocess.Popen[bytes], port: int, log: Any) -> None:
+def _await_port(process: subprocess.Popen[bytes], port: int, log: Any, host: str) -> None:
     until = time.monotonic() + START_FOR
     while time.monotonic() < until and process.poll() is None:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=1):
             return
         time.sleep(0.05)
     log.seek(0)

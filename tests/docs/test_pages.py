@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib.util
 import os
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from airflow_gpu.cli.connections import PlainConnection, parse, target_of
+from airflow_gpu.hooks.stores import Credentials, conn_ids
 from tests.docs.transcript import blocks, play
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,6 +74,34 @@ def test_python_blocks(name: str, source: str, tmp_path: Path, monkeypatch: pyte
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+
+
+def test_settings_of_the_page_on_s3() -> None:
+    """What stands there is taken: the connections by whoever reads them, the setting, and the DAG's references."""
+    given = {
+        block.title: block.body
+        for block in blocks(ROOT / "docs" / "s3.md")
+        if block.kind == "json" and block.title
+    }
+    places = conn_ids(given["AIRFLOW__GPU__STORE_CONN_IDS"])
+    gangs = parse("gangs_s3", given["AIRFLOW_CONN_GANGS_S3"])
+    target = target_of(parse("gpu_default", given["AIRFLOW_CONN_GPU_DEFAULT"]))
+
+    async def find(conn_id: str) -> PlainConnection:
+        assert conn_id == gangs.conn_id
+        return gangs
+
+    credentials = Credentials(places, find)
+    assert credentials.conn_id(target.channel) == gangs.conn_id
+    options = asyncio.run(credentials.options(target.channel))
+    assert (options["access_key_id"], options["secret_access_key"]) == (gangs.login, gangs.password)
+    told = asyncio.run(credentials.public(target.channel))
+    assert told == {"region": "eu-central-1", "endpoint": "https://minio.example.com"}
+    page = (ROOT / "docs" / "s3.md").read_text()
+    for reference in re.findall(r"conn:[\w#]+", page):
+        conn_id, _, field = reference.removeprefix("conn:").partition("#")
+        assert conn_id == gangs.conn_id
+        assert getattr(gangs, field)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

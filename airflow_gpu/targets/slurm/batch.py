@@ -187,7 +187,7 @@ def script(
     ]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
     if modules:
-        lines.append(f"module load {' '.join(shlex.quote(name) for name in modules)} || exit 78")
+        lines.append(f"module load {' '.join(shlex.quote(name) for name in modules)} || exit 71")
     lines += prologue
     words = [shlex.quote(word) for word in argv]
     if files:
@@ -221,7 +221,7 @@ def script(
 
 
 _UNPACK: Final = (
-    'umask 077; rm -rf "$1"; mkdir "$1" && tar -xzf "$1.tar.gz" -C "$1" || exit 78; shift; exec "$@"'
+    'umask 077; rm -rf "$1"; mkdir "$1" && tar -xzf "$1.tar.gz" -C "$1" || exit 71; shift; exec "$@"'
 )
 
 
@@ -229,10 +229,10 @@ def _carried(payload: str, files: Mapping[str, bytes]) -> list[str]:
     data = base64.b64encode(packed(files)).decode()
     quoted = shlex.quote(payload)
     return [
-        f"base64 -d > {quoted}.tar.gz <<'AIRFLOW_GPU_PAYLOAD' || exit 78",
+        f"base64 -d > {quoted}.tar.gz <<'AIRFLOW_GPU_PAYLOAD' || exit 71",
         *[data[at : at + LINE] for at in range(0, len(data), LINE)],
         "AIRFLOW_GPU_PAYLOAD",
-        f"sbcast --force {quoted}.tar.gz {quoted}.tar.gz || exit 78",
+        f"sbcast --force {quoted}.tar.gz {quoted}.tar.gz || exit 71",
     ]
 
 

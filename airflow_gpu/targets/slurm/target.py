@@ -232,6 +232,7 @@ class SlurmTarget:
             restart=max(0, record.restarts - 1) if again else record.restarts,
             since=_since(record, state),
             ending=ending,
+            exit_code=record.exit_code if state.ended else None,
             hosts=names if state in (State.RUNNING, State.STARTING) else (),
             blamed_hosts=await self._down(lost) if lost else (),
         )

@@ -32,7 +32,7 @@ trap : HUP INT TERM USR1 USR2 CONT
 unset SLURM_EXPORT_ENV SBATCH_EXPORT
 export PATH="${PATH:-/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin}" HOME="${HOME:-$(echo ~)}" USER="${USER:-$(id -un)}"
 export GANG_SECRETS_FILE=/shared/gangs/.secrets-train-fit-k3j2h1-1.json
-module load cuda/12.4 nccl || exit 78
+module load cuda/12.4 nccl || exit 71
 export NCCL_DEBUG=WARN
 ulimit -l unlimited
 srun \

@@ -185,7 +185,8 @@ async def test_a_channel_whose_connection_is_not_there(server: Server, tmp_path:
             conn_id=conn_id, conn_type="aws", login="", password="", extra_dejson={"role_arn": "x"}
         )
 
-    with pytest.raises(TargetError, match="role_arn"):
+    # Elsewhere than on S3 it is the wrong connection altogether, whatever its fields say.
+    with pytest.raises(TargetError, match="role_arn" if server.name == "s3" else "has the type 'aws'"):
         await tell_jobs(target, Credentials({server.uri: "gone"}, role))
     await tell_jobs(target, Credentials({}, find))
     assert target.job_store == {}

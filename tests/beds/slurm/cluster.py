@@ -266,7 +266,7 @@ class Cluster:
         shutil.copy(_HERE / "node.sh", root / "opt/bed/node.sh")
 
     def _take_keys(self, root: Path) -> None:
-        shutil.copy(root / "root/user_key", self.ssh.key_file)
+        shutil.copy(root / "opt/bed/user_key", self.ssh.key_file)
         self.ssh.key_file.chmod(0o600)
         kind, key = (root / "etc/ssh/host_key.pub").read_text().split()[:2]
         self.ssh.known_hosts.write_text(f"{self.ssh.host} {kind} {key}\n")

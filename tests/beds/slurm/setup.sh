@@ -12,8 +12,8 @@ head -c 32 /dev/urandom > /etc/slurm/jwt_hs256.key
 chown slurm: /etc/slurm/jwt_hs256.key /etc/slurm/slurmdbd.conf
 chmod 600 /etc/slurm/jwt_hs256.key /etc/slurm/slurmdbd.conf
 ssh-keygen -q -t ed25519 -N '' -C login -f /etc/ssh/host_key
-ssh-keygen -q -t ed25519 -N '' -C tester -f /root/user_key
+ssh-keygen -q -t ed25519 -N '' -C tester -f /opt/bed/user_key
 for user in alice bob mlops; do
-  install -o $user -g $user -m 600 /root/user_key.pub /home/$user/.ssh/authorized_keys
+  install -o $user -g $user -m 600 /opt/bed/user_key.pub /home/$user/.ssh/authorized_keys
 done
 install -d -o alice -g alice -m 755 /shared/gangs

@@ -27,28 +27,9 @@ from airflow_gpu.targets.slurm.rest import Rest
 from airflow_gpu.targets.slurm.target import SlurmTarget
 from tests.conformance.bed import Played, play
 from tests.conformance.slurm_bed import SlurmBed
+from tests.faults.real.stories import PROGRAM
 
 PHASES = ("before submit", "submitting", "queued", "running", "saved", "ending")
-
-PROGRAM = r"""
-cd "$MARKS"
-exec 9>>"lock.$RANK"
-flock -n 9 || echo "twice $GANG_LIFE $RANK" >> truth
-trap 'exit 75' TERM
-n=$GANG_RESTORE_STEP
-echo "begin $GANG_LIFE $RANK $n" >> truth
-while [ "$n" -lt "$STEPS" ]; do
-  sleep "$PACE" 9>&-
-  n=$((n + 1))
-  if [ "$RANK" = 0 ]; then
-    mkdir -p "$GANG_CHECKPOINT_DIR/step-$n"
-    echo "$n" > "$GANG_CHECKPOINT_DIR/step-$n/n"
-    touch "$GANG_CHECKPOINT_DIR/step-$n/.complete"
-    echo "$n" > "step.$GANG_LIFE"
-  fi
-done
-echo "done $GANG_LIFE $RANK" >> truth
-"""
 
 DAEMONS = ("slurmctld", "slurmdbd", "slurmrestd", "sshd")
 FAULTS = (
@@ -157,7 +138,7 @@ async def run(stage: Stage, plan: Plan, way: str) -> Result:
         script=PROGRAM,
         targets="slurm",
         stop_grace=5,
-        env={"MARKS": f"/shared/marks/{name}", "STEPS": "12", "PACE": "0.4"},
+        env={"MARKS": f"/shared/marks/{name}", "STEPS": "12", "PACE": "0.4", "FAILS": ""},
         recovery={"backoff": 0.2, "backoff_max": 0.2, "node_failures": 10},
     )
     key = RunKey("faults", "dag", name, "fit", -1)

@@ -157,7 +157,7 @@ async def test_a_connection_for_something_else(plant: Plant, shell: Shell, s3: S
     assert row["todo"] == "give the connection 'minio' the type 'aws', or name another one for this store"
     shell.env["AIRFLOW_CONN_HERE"] = shell.env["AIRFLOW_CONN_MINIO"]
     row = rows(await shell.json("doctor", "here", code=3))["here", "connection"]
-    assert row["todo"] == "name a connection of type 'gpu_local', or give 'here' that type"
+    assert row["todo"] == "name a connection of type 'gpu_local' or 'slurm', or give 'here' that type"
 
 
 async def test_a_bucket_that_does_not_exist(plant: Plant, shell: Shell, s3: Server) -> None:

@@ -125,9 +125,10 @@ def test_states_of_many(version: str) -> None:
 
 
 def test_sacct_counts_lives() -> None:
-    rows = "26|nf|NODE_FAIL|1:0|gpu[01-03]|0\n26|nf|REQUEUED|0:0|gpu[01-03]|1\n26|nf|CANCELLED by 1001|0:0|None assigned|2\n"
+    rows = "26|nf|NODE_FAIL|1:0|gpu[01-03]|32|0\n26|nf|REQUEUED|0:0|gpu[01-03]|1|1\n26|nf|CANCELLED by 1001|0:0|None assigned|0|2\n"
     newest = records.latest(records.of_sacct(rows))[26]
     assert (newest.restarts, newest.states, newest.nodes) == (2, ("CANCELLED",), "")
+    assert (newest.killed_by, newest.elapsed) == ("1001", None)
 
 
 @given(

@@ -31,8 +31,12 @@ SQUEUE_FIELDS: Final = (
 
 SQUEUE_FORMAT: Final = ",".join(f"{name}:{width}|" for name, width in SQUEUE_FIELDS)
 
-SACCT_FIELDS: Final = ("JobIDRaw", "JobName", "State", "ExitCode", "NodeList", "Restarts")
+SACCT_FIELDS: Final = ("JobIDRaw", "JobName", "State", "ExitCode", "NodeList", "ElapsedRaw", "Restarts")
 """Of ``sacct --format`` from 23.11 on; older ones have no ``Restarts``."""
+
+
+NEVER: Final = 2**32 - 2
+"""The time at which a job started that never did."""
 
 
 class Undecodable(ValueError):
@@ -56,6 +60,8 @@ class Record:
     ended: float | None = None
     exit_code: int | None = None
     signal: int | None = None
+    elapsed: float | None = None  # seconds that it had nodes; None where it never had, or that is not told
+    killed_by: str = ""  # who asked for its end, where accounting says: a name, or a number of a user
     accounting: bool = False  # from slurmdbd; the controller has forgotten it, or was not asked
 
     @property
@@ -117,6 +123,10 @@ def of_accounting(job: Mapping[str, Any]) -> Record:
         ended=_time(times.get("end")),
         exit_code=code,
         signal=signal,
+        elapsed=None
+        if _number(times.get("start")) in (None, 0, NEVER)
+        else float(_number(times.get("elapsed")) or 0),
+        killed_by=str(job.get("kill_request_user") or ""),
         accounting=True,
     )
 
@@ -186,6 +196,10 @@ def of_sacct(text: str, fields: tuple[str, ...] = SACCT_FIELDS) -> list[Record]:
                 nodes=_assigned(values["NodeList"]),
                 exit_code=int(code) if code.isdecimal() else None,
                 signal=int(signal) if signal.isdecimal() and signal != "0" else None,
+                elapsed=float(values["ElapsedRaw"])
+                if values["ElapsedRaw"].isdecimal() and values["NodeList"] != "None assigned"
+                else None,
+                killed_by=values["State"].partition(" by ")[2],
                 accounting=True,
             )
         )

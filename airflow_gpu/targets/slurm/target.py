@@ -61,6 +61,11 @@ KILL_WAIT: Final = 0.0
 NODES_AGE: Final = 10.0
 """Seconds for which a list of the cluster's nodes will do: many gangs ask for offers at once."""
 
+ROOT: Final = ("root", "0")
+
+LAUNCH_SECONDS: Final = 5.0
+"""A job that root has cancelled so soon after it got its nodes was cancelled by a node that could not start it."""
+
 REMEMBERED: Final = 10_000
 """Names of jobs that this process has submitted."""
 
@@ -216,6 +221,8 @@ class SlurmTarget:
                 "the controller has forgotten it; accounting says that it goes on",
                 str(record.id),
             )
+        if state is State.CANCELLED:
+            state, ending = await self._cancelled(record)
         names = hosts(record.nodes)
         waits = state in (State.QUEUED, State.REJECTED) or (
             state is State.NODE_LOST and "PENDING" in record.states
@@ -236,6 +243,22 @@ class SlurmTarget:
             hosts=names if state in (State.RUNNING, State.STARTING) else (),
             blamed_hosts=await self._down(lost) if lost else (),
         )
+
+    async def _cancelled(self, record: Record) -> tuple[State, State | None]:
+        """A node that cannot start a script cancels the job as root, where it may not be queued again: nobody meant that.
+
+        Only accounting knows who asked, and may be a moment behind.
+        """
+        past = record
+        if not record.accounting:
+            try:
+                [past] = await self._access.history([record.id]) or [record]
+            except TargetError:
+                return State.CANCELLED, None
+        if past.accounting and not state_of(past.states, past.reason)[0].ended:
+            return State.RUNNING, State.CANCELLED
+        never = past.killed_by in ROOT and past.elapsed is not None and past.elapsed <= LAUNCH_SECONDS
+        return (State.NODE_LOST if never else State.CANCELLED), None
 
     async def _down(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Those of a lost job's nodes that Slurm shows as down."""

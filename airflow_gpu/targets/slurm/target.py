@@ -61,10 +61,11 @@ KILL_WAIT: Final = 0.0
 NODES_AGE: Final = 10.0
 """Seconds for which a list of the cluster's nodes will do: many gangs ask for offers at once."""
 
-ROOT: Final = ("root", "0")
+NOBODY: Final = ("", "root", "0")
+"""Who cancelled a job, in accounting, where it was Slurm itself. A person is always named."""
 
 LAUNCH_SECONDS: Final = 5.0
-"""A job that root has cancelled so soon after it got its nodes was cancelled by a node that could not start it."""
+"""A job that Slurm has cancelled so soon after it got its nodes was cancelled by a node that could not start it."""
 
 REMEMBERED: Final = 10_000
 """Names of jobs that this process has submitted."""
@@ -257,8 +258,13 @@ class SlurmTarget:
                 return State.CANCELLED, None
         if past.accounting and not state_of(past.states, past.reason)[0].ended:
             return State.RUNNING, State.CANCELLED
-        never = past.killed_by in ROOT and past.elapsed is not None and past.elapsed <= LAUNCH_SECONDS
-        return (State.NODE_LOST if never else State.CANCELLED), None
+        if past.killed_by not in NOBODY:
+            return State.CANCELLED, None
+        if past.elapsed is not None and past.elapsed <= LAUNCH_SECONDS:
+            return State.NODE_LOST, None
+        # A controller that has lost its state calls all that it does not know any more cancelled, by nobody.
+        lost = record.accounting and not past.killed_by and past.elapsed is None
+        return (State.GONE if lost else State.CANCELLED), None
 
     async def _down(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """Those of a lost job's nodes that Slurm shows as down."""
